@@ -113,7 +113,9 @@ class Bench:
         queue = RedisQueue("queue_task_0", url=self.url)
         rest = range(self.messages // 5 + self.messages)
         for start in range(0, len(rest), 1_000):
-            queue.dispatch([Transaction(f"order-{time.monotonic_ns()}-{n}", {}) for n in rest[start : start + 1_000]])
+            queue.dispatch(
+                [Transaction({}, id=f"order-{time.monotonic_ns()}-{n}") for n in rest[start : start + 1_000]]
+            )
         queue.close()
         process = self.start(*tasks)
         try:

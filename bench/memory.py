@@ -67,7 +67,7 @@ class Feeder:
 
     def _add(self):
         numbers = range(self._added, self._added + CHUNK_SIZE)
-        self._task.connector.dispatch([Transaction(f"t{number}", {"number": number}) for number in numbers])
+        self._task.connector.dispatch([Transaction({"number": number}, id=f"t{number}") for number in numbers])
         self._added += CHUNK_SIZE
 
     def _sample(self):

@@ -74,7 +74,7 @@ def consume(variant, count, *, with_middleware=False):
 
     task = Threaded() if variant == "threads" else Async()
     task.connector = MemoryConnector("bench")
-    task.connector.dispatch([Transaction(f"t{number}") for number in range(count)])
+    task.connector.dispatch([Transaction(id=f"t{number}") for number in range(count)])
     if with_middleware:
         task.middleware = [build_middleware(variant)]
     gc.collect()

@@ -90,7 +90,7 @@ VARIANTS = {"asyncio": (run_engine_asyncio, run_bare_asyncio), "threads": (run_e
 
 def fill_connector(count):
     connector = MemoryConnector("bench")
-    connector.dispatch([Transaction(f"t{number}") for number in range(count)])
+    connector.dispatch([Transaction(id=f"t{number}") for number in range(count)])
     return connector
 
 

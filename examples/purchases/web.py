@@ -31,7 +31,7 @@ def place(order: Order) -> dict[str, str]:
                 "insert into purchase (id, cents, currency) values (%s, %s, %s)",
                 [order.id, order.cents, order.currency],
             )
-            charges.dispatch_on(connection, [Transaction(f"charge-{order.id}", asdict(order), type="charge")])
+            charges.dispatch_on(connection, [Transaction(asdict(order), id=f"charge-{order.id}", type="charge")])
     except UniqueViolation:
         raise HTTPException(409, f"order {order.id} is known already") from None
     return {"order": order.id}

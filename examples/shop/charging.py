@@ -95,5 +95,5 @@ def charge(order: Order, pool: ConnectionPool) -> Defer | None:
                 "country": order.country,
                 "placed": order.placed,
             }
-            invoices.dispatch_on(connection, [Transaction(f"invoice-{order.id}", invoice_request, type="invoice")])
+            invoices.dispatch_on(connection, [Transaction(invoice_request, id=f"invoice-{order.id}", type="invoice")])
     return None

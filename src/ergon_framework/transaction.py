@@ -200,9 +200,9 @@ class Transaction(_Draft, Generic[PayloadT]):
 
     def __new__(
         cls,
-        id: str,  # noqa: A002 - the name of the envelope field
         payload: PayloadT = None,  # type: ignore[assignment] # without a payload it is None, whatever the type
         *,
+        id: str,  # noqa: A002 - the name of the envelope field
         source: str = "",
         type: str = "",  # noqa: A002 - the name of the envelope field
         schema_version: int = 1,
@@ -289,7 +289,7 @@ class Transaction(_Draft, Generic[PayloadT]):
     def derive(self, name: str) -> str:
         """Return the id of the effect called *name* that handling this transaction causes; a pure function.
 
-        >>> Transaction("order-7", source="shop").derive("payments.charge")
+        >>> Transaction(id="order-7", source="shop").derive("payments.charge")
         '54f91bcc4ace439188677154d913d596'
         """
         digest = hashlib.sha256()

@@ -290,7 +290,7 @@ class World:
         return self.signals[-1]
 
     def offer(self, *transactions):
-        self.queue.dispatch([Transaction(t, source="queue") if isinstance(t, str) else t for t in transactions])
+        self.queue.dispatch([Transaction(id=t, source="queue") if isinstance(t, str) else t for t in transactions])
         return self
 
     def start(self, policy, **options):

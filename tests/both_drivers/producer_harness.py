@@ -279,7 +279,7 @@ def run(
 
 
 def make_transactions(count: int) -> list[Transaction]:
-    return [Transaction(f"t{number}", {"number": number}) for number in range(count)]
+    return [Transaction({"number": number}, id=f"t{number}") for number in range(count)]
 
 
 def parse_number(transaction: Transaction) -> int:

@@ -205,7 +205,7 @@ def test_an_arrival_ends_the_wait(build):
 @pytest.mark.spec("CON-10")
 def test_an_arrival_during_an_empty_fetch_is_processed_immediately(build):
     def fetch_nothing_then_dispatch(fetch):
-        fetch.queue.dispatch([Transaction("a", source="queue")])
+        fetch.queue.dispatch([Transaction(id="a", source="queue")])
         return []
 
     empty_queue = {"backoff": 10.0, "multiplier": 1.0, "cap": 10.0}
@@ -213,7 +213,7 @@ def test_an_arrival_during_an_empty_fetch_is_processed_immediately(build):
     world.until(lambda: world.of("process"), seconds=1.0)
 
 
-INVALID_DELIVERIES = [Transaction("x", source="queue"), {"id": "x"}, Delivery({"id": "x"}, "x")]
+INVALID_DELIVERIES = [Transaction(id="x", source="queue"), {"id": "x"}, Delivery({"id": "x"}, "x")]
 
 
 @pytest.mark.spec("DX-08", "CON-08")

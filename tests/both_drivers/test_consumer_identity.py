@@ -12,7 +12,7 @@ from tests.both_drivers.harness import Stubborn, make_policy, raise_error, retur
 
 
 def make_keyed_transaction(name, key="k"):
-    return Transaction(name, source="queue", key=key)
+    return Transaction(id=name, source="queue", key=key)
 
 
 @pytest.mark.spec("CON-34", "CON-21")
@@ -141,6 +141,6 @@ def test_creating_a_second_transaction_with_the_same_name_in_one_attempt_is_an_e
 @pytest.mark.spec("CON-48")
 def test_derive_depends_on_source_id_and_name_alone(build):
     world = build(process=lambda call: scope.current().derive("payments.charge")).offer("a").run(make_policy())
-    redelivery = Transaction("a", {"other": 1}, source="queue", attempts=4)
+    redelivery = Transaction({"other": 1}, id="a", source="queue", attempts=4)
     assert world.outcome().result == redelivery.derive("payments.charge")
-    assert world.outcome().result != Transaction("a", source="elsewhere").derive("payments.charge")
+    assert world.outcome().result != Transaction(id="a", source="elsewhere").derive("payments.charge")

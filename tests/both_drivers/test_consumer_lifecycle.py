@@ -325,7 +325,7 @@ def test_a_payload_changed_by_an_attempt_does_not_reach_other_calls_or_the_dead_
         call.transaction.payload.clear()
 
     order = {"card": "4711", "lines": [1, 2]}
-    world = build(process=body, exception=handler).offer(Transaction("a", order, source="queue"))
+    world = build(process=body, exception=handler).offer(Transaction(order, id="a", source="queue"))
     world.run(make_policy(process={"max_attempts": 3}))
     assert seen == [(step, order) for step in ("process", "process", "process", "exception")]
     assert str(world.outcome().error) == "OSError: bank down"
@@ -342,6 +342,6 @@ def test_a_payload_changed_by_a_handler_is_restored_for_the_success_handler_and_
         call.transaction.payload["lines"].append(3)
         return Defer(0.01) if len(seen) == 1 else None
 
-    world = build(process=body, success=body).offer(Transaction("a", {"lines": [1]}, source="queue"))
+    world = build(process=body, success=body).offer(Transaction({"lines": [1]}, id="a", source="queue"))
     world.start(make_policy(streaming=True)).until(lambda: len(seen) == 4).stop().finish()
     assert [payload for _, payload in seen] == [{"lines": [1]}] * 4

@@ -71,7 +71,7 @@ def test_a_batch_that_is_too_large_is_logged_once_as_a_warning(build, caplog):
 
 @pytest.mark.spec("CON-20")
 def test_handlers_get_the_transactions_as_they_were_fetched(build):
-    sent = [Transaction(name, {"n": name}, source="queue", tenant="t") for name in "abc"]
+    sent = [Transaction({"n": name}, id=name, source="queue", tenant="t") for name in "abc"]
     world = build().offer(*sent).run(make_policy())
     assert sorted((call.transaction for call in world.of("process")), key=lambda t: t.id) == sent
 
@@ -91,7 +91,7 @@ def test_a_fetch_never_exceeds_batch_size_free_slots_and_limit(build):
 @pytest.mark.spec("CON-19", "CON-12")
 def test_the_loop_timeout_ends_a_loop_that_always_has_work(build):
     def dispatch_more(fetch):
-        fetch.queue.dispatch([Transaction(f"t{fetch.number}", source="queue")])
+        fetch.queue.dispatch([Transaction(id=f"t{fetch.number}", source="queue")])
 
     with WakeupDelayMeter() as wakeup_delay:
         world = build(process=wait_then_return(0.02), fetches=dispatch_more).run(
@@ -135,13 +135,13 @@ def check_rejection(world, reason):
 
 @pytest.mark.spec("CON-30")
 def test_an_expired_transaction_is_dead_lettered_without_a_lifecycle(build):
-    world = build().offer(Transaction("a", source="queue", expires_at=time.time() - 1)).run(make_policy())
+    world = build().offer(Transaction(id="a", source="queue", expires_at=time.time() - 1)).run(make_policy())
     assert check_rejection(world, "expired").reason == "expired"
 
 
 @pytest.mark.spec("CON-30")
 def test_a_transaction_that_expires_later_is_processed(build):
-    world = build().offer(Transaction("a", source="queue", expires_at=time.time() + 60)).run(make_policy())
+    world = build().offer(Transaction(id="a", source="queue", expires_at=time.time() + 60)).run(make_policy())
     assert world.kinds() == {"a": "succeeded"}
 
 

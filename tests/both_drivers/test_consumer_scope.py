@@ -34,7 +34,9 @@ def test_the_scope_names_transaction_correlation_tenant_step_and_attempt(build):
             current.cancelled,
         )
 
-    world = build(process=body).offer(Transaction("a", source="queue", correlation="c", tenant="t")).run(make_policy())
+    world = (
+        build(process=body).offer(Transaction(id="a", source="queue", correlation="c", tenant="t")).run(make_policy())
+    )
     assert world.outcome().result == ("a", "c", "t", "process", 0, False)
 
 

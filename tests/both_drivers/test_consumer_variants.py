@@ -73,7 +73,7 @@ def collect_decisions(world):
 def run_both_variants(description, loop_policy):
     """Return the decisions of each variant."""
     worlds = [World(variant, **description) for variant in VARIANTS]
-    sent = [Transaction(name, source="queue", key=name.replace("f", "e")) for name in TRANSACTION_IDS]
+    sent = [Transaction(id=name, source="queue", key=name.replace("f", "e")) for name in TRANSACTION_IDS]
     try:
         for world in worlds:
             world.offer(*sent, "a").start(loop_policy)

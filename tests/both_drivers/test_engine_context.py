@@ -72,7 +72,7 @@ def run_one_transaction(side: str, variant: str, recorder: HandlerRecorder) -> N
     retry = {"retry": {"timeout": 0.05, "max_attempts": 2, "backoff": 0.0}}
     queue = MemoryConnector("orders")
     if side == "consume":
-        queue.dispatch([Transaction("a", {})])
+        queue.dispatch([Transaction({}, id="a")])
         decorate: Any = consumer(queue, policy=ConsumerPolicy.load({"steps": {"process": retry}}))
     else:
         decorate = producer(queue, policy=ProducerPolicy.load({"steps": {"produce": retry}}))
@@ -81,7 +81,9 @@ def run_one_transaction(side: str, variant: str, recorder: HandlerRecorder) -> N
     task.on_failure(handler if threads else handler_async)
 
     def call() -> Any:
-        return task.consume_transactions() if side == "consume" else task.produce_transactions([Transaction("a", {})])
+        return (
+            task.consume_transactions() if side == "consume" else task.produce_transactions([Transaction({}, id="a")])
+        )
 
     async def main() -> None:
         await call()

@@ -49,7 +49,7 @@ class TaskRun:
         tracers = TracerProvider()
         tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.queue = MemoryConnector("orders")
-        self.queue.dispatch([Transaction("order-1", {"total": 20} if payload is None else payload)])
+        self.queue.dispatch([Transaction({"total": 20} if payload is None else payload, id="order-1")])
         self.text, self.json = io.StringIO(), io.StringIO()
         self.records = []
         self._run(self._create_task(variant, process, exception, TelemetryOptions(tracer_provider=tracers, **options)))
@@ -194,7 +194,7 @@ def test_a_retried_attempt_formats_no_traceback(variant, monkeypatch):
     source_reads = []
     monkeypatch.setattr("linecache.getline", lambda *given: source_reads.append(given) or "")
     queue, attempts = MemoryConnector("orders"), []
-    queue.dispatch([Transaction("order-1", {})])
+    queue.dispatch([Transaction({}, id="order-1")])
     policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 3, "backoff": 0.001}}}})
 
     def work(order):
@@ -317,7 +317,7 @@ def test_a_validation_error_shows_the_value_if_payloads_may_be_recorded(variant)
 @pytest.mark.spec("DX-18")
 def test_a_class_task_hides_the_values_of_validation_errors(variant):
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("order-1", {"total": SECRET})])
+    queue.dispatch([Transaction({"total": SECRET}, id="order-1")])
 
     class Charge(ConsumerMixin):
         connector = queue

@@ -31,7 +31,7 @@ from tests.both_drivers.facts_harness import DOWN, LOST, append_once, make_produ
 PAIR = ZonePair("Plant A", "Enterprise")
 #: The times of the first attempt and of all following attempts.
 ATTEMPT_TIMES = [0.0, 0.1, 0.3, 0.7, *(1.7 + second for second in range(9))]
-ORDER = Transaction("order-7", {}, source="orders", correlation="process-1", created_at=1_700_000_000.5)
+ORDER = Transaction({}, id="order-7", source="orders", correlation="process-1", created_at=1_700_000_000.5)
 
 
 def make_scope(transaction=ORDER, attempt=0, seconds=None):
@@ -367,8 +367,8 @@ def consume_order(variant, *, fail_first=False, boundary=None, max_retries=None,
 def make_fact_transactions(count):
     return [
         Transaction(
-            f"t-{number}",
             {"subject": f"order:{number}", "predicate": "paid", "object": {"number": number}},
+            id=f"t-{number}",
             created_at=1_700_000_000 + number,
             correlation="process-1",
         )
@@ -442,13 +442,13 @@ def test_a_produced_fact_has_the_id_and_payload_of_its_transaction(variant):
 def test_a_producer_stores_an_artifact_first(variant):
     fields = {"subject": "s", "predicate": "has_file", "artifact": make_upload()}
     producer_class = make_producer_class(variant, state=lambda self, transaction: fields)
-    _, store = produce(variant, [Transaction("t-0")], task_class=producer_class, put=[DOWN])
+    _, store = produce(variant, [Transaction(id="t-0")], task_class=producer_class, put=[DOWN])
     assert store.names == ["put", "get", "put", "append"]
 
 
 def test_an_incomplete_payload_fails_with_a_helpful_error(variant):
     for payload in ({"subject": "s"}, {"subject": "s", "predicate": "p", "objekt": 1}, None):
-        report, store = produce(variant, [Transaction("t-0", payload)])
+        report, store = produce(variant, [Transaction(payload, id="t-0")])
         (outcome,) = report.outcomes
         assert (outcome.kind, outcome.attempts, outcome.error.code) == (OutcomeKind.FAILED, 1, "invalid_fact")
         assert "state()" in str(outcome.error)

@@ -567,7 +567,7 @@ def test_a_producer_has_middleware_and_a_default_handler_has_none(variant):
             attempt=record(log, "attempt ", lambda context: context.step),
         )
     ]
-    result = task.produce_transactions([Transaction("1", {})], ProducerPolicy())
+    result = task.produce_transactions([Transaction({}, id="1")], ProducerPolicy())
     report = asyncio.run(result) if variant == "asyncio" else result
     assert report.count(OutcomeKind.SUCCEEDED) == 1
     assert log == ["enter transaction", "enter attempt produce", "exit attempt ", "exit transaction"]

@@ -81,7 +81,7 @@ def make_consumer(
     variant: str, form: str, handlers: FailingHandlers, *, policy: ConsumerPolicy | None = None, gates=()
 ) -> Any:
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("t1", {})])
+    queue.dispatch([Transaction({}, id="t1")])
     threads = variant == "threads"
     if form == "function":
         return consumer(queue, policy=policy, gates=gates)(handlers.fail if threads else handlers.fail_async)
@@ -97,7 +97,7 @@ def test_a_producer_applies_its_own_policy(variant, form):
     handlers = FailingHandlers()
     task = make_producer(variant, form, make_producer_policy(5), handlers)
 
-    report = run_to_end(task.produce_transactions([Transaction("t1", {})]))
+    report = run_to_end(task.produce_transactions([Transaction({}, id="t1")]))
 
     assert (handlers.count, report.outcomes[0].attempts) == (5, 5)
 
@@ -107,7 +107,7 @@ def test_a_policy_passed_to_produce_takes_precedence(variant, form):
     handlers = FailingHandlers()
     task = make_producer(variant, form, make_producer_policy(5), handlers)
 
-    run_to_end(task.produce_transactions([Transaction("t1", {})], make_producer_policy(2)))
+    run_to_end(task.produce_transactions([Transaction({}, id="t1")], make_producer_policy(2)))
 
     assert handlers.count == 2
 
@@ -179,15 +179,15 @@ def test_a_task_that_consumes_and_produces_applies_its_policy_to_the_matching_si
     task_class = type("Both", bases, {"process_transaction": fail, "produce_transaction": fail})
     queue = MemoryConnector("orders")
     task: Any = task_class(queue, policy=make_consumer_policy(4))
-    queue.dispatch([Transaction("t1", {})])
+    queue.dispatch([Transaction({}, id="t1")])
 
     run_to_end(task.consume_transactions())
     consume_count = handlers.count
-    run_to_end(task.produce_transactions([Transaction("t2", {})], make_producer_policy(2)))
+    run_to_end(task.produce_transactions([Transaction({}, id="t2")], make_producer_policy(2)))
 
     assert (consume_count, handlers.count) == (4, 6)
     task.policy = make_producer_policy(3)
-    run_to_end(task.produce_transactions([Transaction("t3", {})]))
+    run_to_end(task.produce_transactions([Transaction({}, id="t3")]))
     assert handlers.count == 9
 
 
@@ -195,7 +195,7 @@ def test_the_simulation_applies_the_policy_and_the_gates_of_the_task(variant):
     handlers = FailingHandlers()
     simulation = Simulation()
     task = make_producer(variant, "function", make_producer_policy(5), handlers)
-    simulation.produce(task, [Transaction("t1", {})])
+    simulation.produce(task, [Transaction({}, id="t1")])
     assert handlers.count == 5
 
     queue = MemoryConnector("orders", clock=simulation.monotonic)
@@ -210,6 +210,6 @@ def test_the_simulation_applies_the_policy_and_the_gates_of_the_task(variant):
     charge = consumer(queue, policy=make_consumer_policy(4), gates=(gate,))(
         handlers.fail if variant == "threads" else handlers.fail_async
     )
-    queue.dispatch([Transaction("t2", {})])
+    queue.dispatch([Transaction({}, id="t2")])
     simulation.consume(charge)
     assert (handlers.count, len(pauses), simulation.monotonic() >= 1.0) == (9, 1, True)

@@ -304,7 +304,7 @@ def test_by_default_the_transaction_is_dispatched_unchanged_and_its_confirmation
     task = PlainProducer() if variant == "threads" else AsyncPlainProducer()
     task.connector = MemoryConnector("orders")
     transactions = [
-        Transaction(f"t{number}", {"n": number}, source="shop", tenant="acme", key="k") for number in range(25)
+        Transaction({"n": number}, id=f"t{number}", source="shop", tenant="acme", key="k") for number in range(25)
     ]
 
     result = task.produce_transactions(transactions)

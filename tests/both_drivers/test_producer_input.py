@@ -58,15 +58,15 @@ def produce(task: Any, *arguments: Any) -> Any:
 @pytest.mark.parametrize(
     "second",
     [
-        Transaction("order-7", {"item": "ink"}),
-        Transaction("order-7", {"item": "pen"}, tenant="acme"),
-        Transaction("order-7", {"item": "pen"}, key="ada"),
-        Transaction("order-7", {"item": "pen"}, type="refund"),
-        Transaction("order-7", {"item": "pen"}, schema_version=2),
+        Transaction({"item": "ink"}, id="order-7"),
+        Transaction({"item": "pen"}, id="order-7", tenant="acme"),
+        Transaction({"item": "pen"}, id="order-7", key="ada"),
+        Transaction({"item": "pen"}, id="order-7", type="refund"),
+        Transaction({"item": "pen"}, id="order-7", schema_version=2),
     ],
 )
 def test_two_different_transactions_with_the_same_id_are_rejected_before_anything_is_sent(ship, queue, second):
-    transactions = [Transaction("order-1", {}), Transaction("order-7", {"item": "pen"}), second]
+    transactions = [Transaction({}, id="order-1"), Transaction({"item": "pen"}, id="order-7"), second]
 
     with pytest.raises(ConfigurationError, match=r"'order-7'.*positions 1 and 2"):
         produce(ship, transactions)
@@ -83,14 +83,14 @@ def test_payloads_that_cannot_be_compared_count_as_different(ship, queue):
         __hash__ = None
 
     with pytest.raises(ConfigurationError, match="'order-7'"):
-        produce(ship, [Transaction("order-7", Incomparable()), Transaction("order-7", Incomparable())])
+        produce(ship, [Transaction(Incomparable(), id="order-7"), Transaction(Incomparable(), id="order-7")])
     assert queue.depth().ready == 0
 
 
 @pytest.mark.spec("DX-07", "PRO-13")
 def test_a_repeated_transaction_is_sent_once_and_its_outcome_is_at_every_position(ship, queue):
-    first = Transaction("order-7", {"item": "pen"}, created_at=1.0)
-    equal = Transaction("order-7", {"item": "pen"}, created_at=2.0)
+    first = Transaction({"item": "pen"}, id="order-7", created_at=1.0)
+    equal = Transaction({"item": "pen"}, id="order-7", created_at=2.0)
 
     report = produce(ship, [first, equal, first])
 
@@ -100,7 +100,7 @@ def test_a_repeated_transaction_is_sent_once_and_its_outcome_is_at_every_positio
 
 @pytest.mark.spec("DX-07", "PRO-13")
 def test_the_same_id_from_two_sources_means_two_transactions(ship, queue):
-    produce(ship, [Transaction("7", {"n": 1}, source="shop"), Transaction("7", {"n": 2}, source="till")])
+    produce(ship, [Transaction({"n": 1}, id="7", source="shop"), Transaction({"n": 2}, id="7", source="till")])
 
     assert queue.depth().ready == 2
 
@@ -112,9 +112,9 @@ def test_the_same_id_from_two_sources_means_two_transactions(ship, queue):
 @pytest.mark.parametrize(
     "items, message",
     [
-        ([Transaction("order-1", {}), {"item": "pen"}], r"position 1 is a dict.*Transaction\(id, payload\)"),
+        ([Transaction({}, id="order-1"), {"item": "pen"}], r"position 1 is a dict.*Transaction\(id, payload\)"),
         ({"item": "pen"}, "position 0 is a str"),
-        (Transaction("order-1", {}), r"is a Transaction.*pass a list"),
+        (Transaction({}, id="order-1"), r"is a Transaction.*pass a list"),
         (None, r"is a NoneType.*pass a list"),
     ],
 )
@@ -129,7 +129,7 @@ def test_an_item_that_is_not_a_transaction_is_rejected_before_anything_is_sent(s
 @pytest.mark.parametrize("policy", [{"loop": {}}, ConsumerPolicy(), 5])
 def test_a_policy_of_the_wrong_type_is_rejected(ship, queue, policy):
     with pytest.raises(ConfigurationError, match=r"pass a ProducerPolicy, built from a mapping"):
-        produce(ship, [Transaction("order-1", {})], policy)
+        produce(ship, [Transaction({}, id="order-1")], policy)
     with pytest.raises(ConfigurationError, match=rf"policy of {ship.name} is invalid: it is a {type(policy).__name__}"):
         type(ship)(queue, policy=policy)
     with pytest.raises(ConfigurationError, match="pass a ProducerPolicy"):
@@ -161,6 +161,6 @@ def test_run_on_a_producer_names_the_method_to_call(ship):
 
 @pytest.mark.spec("DX-14")
 def test_a_producer_reports_its_own_step(ship):
-    report = produce(ship, [Transaction("order-1", {})])
+    report = produce(ship, [Transaction({}, id="order-1")])
 
     assert report.outcomes[0].succeeded_steps == ("produce", "success")

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.parametrize("variant", VARIANTS)
 def test_a_batch_starts_only_after_the_previous_one_has_ended(variant):
     result = run(variant, make_transactions(23), make_producer_policy(batch=5, concurrency=5))
 
-    batches = [parse_number(Transaction(transaction_id)) // 5 for _, _, transaction_id in result.events]
+    batches = [parse_number(Transaction(id=transaction_id)) // 5 for _, _, transaction_id in result.events]
     assert batches == sorted(batches)
     assert result.kinds == ["succeeded"] * 23
 
@@ -123,8 +123,8 @@ def test_a_call_that_ignores_its_timeout_occupies_its_slot(variant):
 @pytest.mark.spec("PRO-13")
 @pytest.mark.parametrize("batch", [1, 3, 100])
 def test_a_repeated_id_runs_once_and_every_position_has_its_outcome(variant, batch):
-    first, second = Transaction("a", 1), Transaction("b", 2)
-    result = run(variant, [first, second, Transaction("a", 1), first], make_producer_policy(batch=batch))
+    first, second = Transaction(1, id="a"), Transaction(2, id="b")
+    result = run(variant, [first, second, Transaction(1, id="a"), first], make_producer_policy(batch=batch))
 
     assert sorted(result.steps) == [("produce", "a"), ("produce", "b"), ("success", "a"), ("success", "b")]
     outcomes = result.report.outcomes
@@ -136,7 +136,7 @@ def test_a_repeated_id_runs_once_and_every_position_has_its_outcome(variant, bat
 
 @pytest.mark.spec("PRO-13", "PRO-14")
 def test_a_repeated_id_that_fails_runs_the_exception_handler_once(variant):
-    result = run(variant, [Transaction("a"), Transaction("a")], produce=run_in_turn(BusinessError("no")))
+    result = run(variant, [Transaction(id="a"), Transaction(id="a")], produce=run_in_turn(BusinessError("no")))
 
     assert result.of("a") == ["produce", "exception"]
     assert result.kinds == ["failed", "failed"]
@@ -361,7 +361,10 @@ def test_a_stop_does_not_affect_the_next_call(variant):
             result.task.stop()
 
     result = ProduceRun(
-        variant, [Transaction("a", "stop"), Transaction("b")], make_producer_policy(concurrency=1), produce=produce
+        variant,
+        [Transaction("stop", id="a"), Transaction(id="b")],
+        make_producer_policy(concurrency=1),
+        produce=produce,
     )
     result.execute()
     assert result.kinds == ["succeeded", "released"]

@@ -95,7 +95,7 @@ class Shop:
         self.provider = provider_class(state_store=self.state_store, policy=rules)
 
     def run(self, *ids):
-        self.queue.dispatch([Transaction(transaction_id, source="orders", tenant="acme") for transaction_id in ids])
+        self.queue.dispatch([Transaction(id=transaction_id, source="orders", tenant="acme") for transaction_id in ids])
         if self.variant == "threads":
             self.task.consume_transactions(self.policy, on_outcome=self._record_outcome)
         else:
@@ -232,7 +232,7 @@ def test_the_dead_letter_arrives_once_and_names_the_failed_call(variant):
     assert isinstance(shop.outcomes[0].settlement, DeadLetter)
     assert (failure.provider_name, failure.capability, failure.operation) == ("payments", "charging", "charge")
     assert (failure.reason_code, failure.error_type) == ("dependency_unavailable", "ProviderDependencyError")
-    assert failure.idempotency_key == Transaction("a", source="orders").derive("payments.charge")
+    assert failure.idempotency_key == Transaction(id="a", source="orders").derive("payments.charge")
     assert (failure.tenant_id, failure.correlation_id, failure.transaction_id) == ("acme", "a", "a")
     assert (failure.task_name, failure.attempts, failure.final) == (type(shop.task).__name__, 1, True)
     assert failure.error_message == "down"
@@ -302,7 +302,7 @@ def test_a_second_delivery_reuses_the_result_of_the_first(variant):
     shop.run("a")
     assert (len(shop.calls), shop.kinds) == (1, ["succeeded"] * 2)
     assert shop.paid[0] == shop.paid[1]
-    assert shop.calls[0].idempotency_key == Transaction("a", source="orders").derive("payments.charge")
+    assert shop.calls[0].idempotency_key == Transaction(id="a", source="orders").derive("payments.charge")
 
 
 @pytest.mark.spec("PRV-31")

@@ -55,7 +55,7 @@ def make_connection_refused():
 
 
 def make_scope(clock, *, deadline=None, **fields):
-    return Scope(Transaction("order-7", source="shop", **fields), "process", 0, deadline, clock)
+    return Scope(Transaction(id="order-7", source="shop", **fields), "process", 0, deadline, clock)
 
 
 # -- results and errors ---------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def test_inside_a_handler_key_and_correlation_come_from_the_transaction(variant)
 
     world = run_story(variant, story)
     results = world.results
-    key = Transaction("order-7", source="shop").derive("payments.charge")
+    key = Transaction(id="order-7", source="shop").derive("payments.charge")
     assert [result.idempotency_key for result in results] == [key, key]
     assert [result.replayed for result in results] == [False, True], "a second delivery finds what the first one did"
     assert results[0].correlation_id == "process-1"
@@ -528,7 +528,7 @@ def test_a_second_call_of_an_operation_in_one_handler_needs_a_name(variant):
 
     world = run_story(variant, story)
     assert type(results[1]) is ConfigurationError
-    assert results[2].idempotency_key == Transaction("order-7", source="shop").derive("payments.charge/tip")
+    assert results[2].idempotency_key == Transaction(id="order-7", source="shop").derive("payments.charge/tip")
     assert len(world.requests) == 2
 
 

@@ -268,7 +268,7 @@ class World:
 
 
 def make_scope(tenant: str | None = "acme") -> Scope:
-    return Scope(Transaction("order-7", source="shop", tenant=tenant, correlation="cor-1"), "process", 0)
+    return Scope(Transaction(id="order-7", source="shop", tenant=tenant, correlation="cor-1"), "process", 0)
 
 
 # -- a call ---------------------------------------------------------------------------------------

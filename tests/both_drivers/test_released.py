@@ -131,7 +131,7 @@ def test_a_consumer_reports_timeout_as_the_reason_after_its_loop_timeout(variant
 def test_a_delivery_in_the_backlog_has_not_started(variant):
     simulation = Simulation()
     queue = MemoryConnector("orders", clock=simulation.monotonic)
-    queue.dispatch([Transaction(name, {}, key="one customer") for name in ("a", "b")])
+    queue.dispatch([Transaction({}, id=name, key="one customer") for name in ("a", "b")])
     outcomes: list[Any] = []
 
     def body(payload: Any) -> None:

@@ -96,7 +96,7 @@ class OneProcess:
         """Add a task; with max_deliveries=1 each of its transactions is on its last permitted delivery."""
         task_class = ThreadLoop if self.variant == "threads" else AsyncLoop
         task = task_class(self, name, seconds, max_deliveries, loop)
-        task.connector.dispatch([Transaction(each, source=name) for each in ids])
+        task.connector.dispatch([Transaction(id=each, source=name) for each in ids])
         self.loops.append(task)
         return task
 
@@ -104,7 +104,7 @@ class OneProcess:
         self.actions.append((moment, action))
 
     def dispatch_at(self, moment, task, *ids):
-        self.at(moment, lambda: task.connector.dispatch([Transaction(each, source=task.name) for each in ids]))
+        self.at(moment, lambda: task.connector.dispatch([Transaction(id=each, source=task.name) for each in ids]))
 
     def run(self, stop_at=STOP_AFTER_SECONDS):
         for task in self.loops:
@@ -287,7 +287,7 @@ def test_a_loop_that_ends_during_its_solo_run_does_not_hold_the_others(process):
 def test_waiting_work_of_a_loop_that_ends_with_its_queue_is_not_released(process):
     suspect = process.add("suspect", seconds=3.0, max_deliveries=1)
     once = process.add("once", seconds={"k-0": 2.0, "k-1": 1.0}, streaming=False)
-    once.connector.dispatch([Transaction(f"k-{number}", source="once", key="k") for number in range(2)])
+    once.connector.dispatch([Transaction(id=f"k-{number}", source="once", key="k") for number in range(2)])
     process.dispatch_at(0.5, suspect, "s")
     process.run()
     assert [call.id for call in process.of("once")] == ["k-0", "k-1"]

@@ -184,7 +184,7 @@ def produce(variant, telemetry, transactions, *, options=None, **handlers):
 
 
 def make_orders(count, **fields):
-    return [Transaction(f"order-{number}", {"secret": CANARY}, source="orders", **fields) for number in range(count)]
+    return [Transaction({"secret": CANARY}, id=f"order-{number}", source="orders", **fields) for number in range(count)]
 
 
 def fail_first(error=None):
@@ -473,7 +473,7 @@ def test_baggage_comes_from_the_carrier_only(variant, telemetry):
     def process(transaction):
         baggage_by_id[transaction.id] = dict(baggage.get_all())
 
-    bare = Transaction("bare", source="orders", trace={"traceparent": CARRIER["traceparent"]})
+    bare = Transaction(id="bare", source="orders", trace={"traceparent": CARRIER["traceparent"]})
     token = context.otel_context.attach(baggage.set_baggage("caller", "me"))
     try:
         consume(variant, telemetry, [*make_orders(1, trace=CARRIER), bare], process=process)
@@ -489,7 +489,7 @@ def test_a_transaction_sent_by_a_handler_carries_its_trace(variant, telemetry):
         variant,
         telemetry,
         make_orders(1),
-        process=lambda tx: sent.append(context.with_current_trace(Transaction("next"))),
+        process=lambda tx: sent.append(context.with_current_trace(Transaction(id="next"))),
     )
     attempt = telemetry.get_span("process.attempt").context
     assert sent[0].trace["traceparent"].startswith(f"00-{attempt.trace_id:032x}-{attempt.span_id:016x}-")
@@ -525,7 +525,7 @@ def test_a_transaction_that_is_not_sampled_makes_one_span_decision_that_its_hand
 
 def test_a_sampled_carrier_is_recorded_in_an_unsampled_loop(variant):
     telemetry = RecordedTelemetry(ParentBased(ALWAYS_OFF))
-    consume(variant, telemetry, [*make_orders(1, trace=CARRIER), Transaction("other", source="orders")])
+    consume(variant, telemetry, [*make_orders(1, trace=CARRIER), Transaction(id="other", source="orders")])
     assert {span.name for span in telemetry.spans} == {
         "start_processing",
         "process",
@@ -886,7 +886,7 @@ def test_a_transaction_dispatched_by_a_handler_carries_the_trace_to_its_consumer
     invoices = MemoryConnector("invoices")
 
     def dispatch_invoice(transaction):
-        invoices.dispatch([Transaction(f"invoice-{transaction.id}", source="invoices")])
+        invoices.dispatch([Transaction(id=f"invoice-{transaction.id}", source="invoices")])
 
     consume(variant, telemetry, make_orders(1, trace=CARRIER), process=dispatch_invoice)
     consume(variant, telemetry, [], connector=invoices)

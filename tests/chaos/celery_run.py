@@ -322,7 +322,7 @@ def run_open_breaker() -> dict[str, Any]:
             return {"paid": True}
 
     payments, queue = Payments(state_store=MemoryProviderState()), MemoryConnector("orders")
-    queue.dispatch([Transaction(f"order-{number}", {}, tenant="acme") for number in range(50)])
+    queue.dispatch([Transaction({}, id=f"order-{number}", tenant="acme") for number in range(50)])
     retry = {"max_attempts": 3, "backoff": 0.01}
     policy = ConsumerPolicy.load({"loop": {"max_deliveries": 2}, "steps": {"process": {"retry": retry}}})
 

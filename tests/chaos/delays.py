@@ -119,7 +119,7 @@ def measure(broker: FaultableBroker, connectors: Sequence[Connector], *, count: 
     began = time.time()
     # A step that is coprime to the count mixes the due times, so that they are not in the order of dispatch.
     due = {f"tx-{index}": began + LEAD_SECONDS + (index * 7919 % count) * window / count for index in range(count)}
-    transactions = [Transaction(each, {"due": moment}, not_before=moment) for each, moment in due.items()]
+    transactions = [Transaction({"due": moment}, id=each, not_before=moment) for each, moment in due.items()]
     for first in range(0, count, DISPATCH_BATCH):
         dispatcher.dispatch(transactions[first : first + DISPATCH_BATCH])
     dispatch_seconds = time.time() - began

@@ -142,7 +142,7 @@ class BatchDispatcher:
         self._stopping = threading.Event()
         self.confirmed: set[str] = set()
         for first in range(0, BACKLOG, 1000):
-            batch = [Transaction(f"waiting-{first + part}", {"text": "x" * 200}) for part in range(1000)]
+            batch = [Transaction({"text": "x" * 200}, id=f"waiting-{first + part}") for part in range(1000)]
             queue.dispatch(batch)
             self.confirmed.update(each.id for each in batch)
         self.rejected: Counter[str] = Counter()
@@ -152,7 +152,7 @@ class BatchDispatcher:
     def _run(self) -> None:
         number = 0
         while not self._stopping.is_set():
-            batch = [Transaction(f"order-{number}-{part}", {"text": "x" * 200}) for part in range(BATCH_SIZE)]
+            batch = [Transaction({"text": "x" * 200}, id=f"order-{number}-{part}") for part in range(BATCH_SIZE)]
             try:
                 self._queue.dispatch(batch)
             except ConnectionLostError as error:

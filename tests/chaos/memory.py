@@ -172,10 +172,10 @@ def run_case(broker: str, case: Case, address: str, options: argparse.Namespace,
     producer_queue = as_sync(QUEUES[broker](name, **queue_options, codec=JsonCodec(max_bytes=ADMITTED_BYTES)))
     producer_queue.open()
     middle = len(NEIGHBOUR_IDS) // 2
-    producer_queue.dispatch([Transaction(each, {"name": each}) for each in NEIGHBOUR_IDS[:middle]])
+    producer_queue.dispatch([Transaction({"name": each}, id=each) for each in NEIGHBOUR_IDS[:middle]])
     megabytes = min(options.megabytes, MAX_MEGABYTES.get(broker, options.megabytes))
-    producer_queue.dispatch([Transaction("large", "x" * (megabytes * MIB))])
-    producer_queue.dispatch([Transaction(each, {"name": each}) for each in NEIGHBOUR_IDS[middle:]])
+    producer_queue.dispatch([Transaction("x" * (megabytes * MIB), id="large")])
+    producer_queue.dispatch([Transaction({"name": each}, id=each) for each in NEIGHBOUR_IDS[middle:]])
     (folder / "ledger").write_text("", encoding="utf-8")
     values = {"broker": broker, "kind": QUEUES[broker].__name__, "name": name, "ledger": str(folder / "ledger")}
     values["options"] = "".join(f", {key}={value!r}" for key, value in queue_options.items())

@@ -40,7 +40,7 @@ class Order:
 
     def transaction(self) -> Transaction:
         key = f"key-{int(self.draw * KEY_COUNT)}" if self.kind == "keyed" else None
-        return Transaction(self.id, self.payload(), source=QUEUE, key=key)
+        return Transaction(self.payload(), id=self.id, source=QUEUE, key=key)
 
     @property
     def is_third_party(self) -> bool:

@@ -86,7 +86,7 @@ class Dispatchers:
         while not self._stopping.is_set():
             number += 1
             try:
-                [confirmation] = self._queue.dispatch([Transaction(f"{thread_number}-{number}", {"number": number})])
+                [confirmation] = self._queue.dispatch([Transaction({"number": number}, id=f"{thread_number}-{number}")])
             except ErgonError:
                 if self._stopping.wait(0.01):
                     return

@@ -162,7 +162,7 @@ class OutageRun:
         explanation = ""
         for number in range(scenario.orders):
             self._sleep_until(started_at + number * scenario.outage / max(scenario.orders, 60))
-            self.queue.dispatch([Transaction(f"order-{number}", {"amount": number})])
+            self.queue.dispatch([Transaction({"amount": number}, id=f"order-{number}")])
         self._sleep_until(started_at + 0.9 * scenario.outage)
         explanation = self._explain("order-0")
         self._sleep_until(started_at + scenario.outage)

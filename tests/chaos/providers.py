@@ -297,7 +297,7 @@ def run_kills(dsn, *, count, transactions, seed):
     name, policy = f"orders-{make_tenant()}", {"timeout": 5.0, "retry": {"max_attempts": 1}}
     with FakeProviderServer(then=Behaviour(latency=0.01)) as upstream:
         producer_queue = PostgresQueue(name, dsn=dsn)
-        producer_queue.dispatch([Transaction(f"order-{number}", {"n": number}) for number in range(transactions)])
+        producer_queue.dispatch([Transaction({"n": number}, id=f"order-{number}") for number in range(transactions)])
         producer_queue.close()
         settings = {"work": "consume", "dsn": dsn, "address": upstream.address, "policy": policy, "queue": name}
         settings |= {"lease": 1.0, "kills": count, "seed": seed, "longest": 0.25, "patience": TIMEOUT_SECONDS / 2}

@@ -103,8 +103,8 @@ class ObservedSystem:
         with closing(PostgresQueue("orders", dsn=self.dsn)) as queue:
             for number in itertools.count():
                 now = time.time()
-                orders = [Transaction(f"order-{number}-{n}", {"number": n}, created_at=now) for n in range(10)]
-                queue.dispatch([*orders, Transaction(f"late-{number}", {}, created_at=now, expires_at=now - 1)])
+                orders = [Transaction({"number": n}, id=f"order-{number}-{n}", created_at=now) for n in range(10)]
+                queue.dispatch([*orders, Transaction({}, id=f"late-{number}", created_at=now, expires_at=now - 1)])
                 if self._finished.wait(0.3):
                     return
 

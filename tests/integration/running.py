@@ -61,7 +61,7 @@ class Noted(MemoryConnector):
 queue = Noted("orders")
 
 def orders(count):
-    queue.dispatch([Transaction(f"order-{n}", {}) for n in range(1, count + 1)])
+    queue.dispatch([Transaction({}, id=f"order-{n}") for n in range(1, count + 1)])
 
 def policy(drain=0.4, streaming=True, concurrency=1, retry=None, **loop):
     return ConsumerPolicy.load({

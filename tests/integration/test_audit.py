@@ -103,7 +103,7 @@ def queue(request, dsn, monkeypatch):
     monkeypatch.setenv(f"ERGON_QUEUES__{name.upper()}__URL", url)
     queue = as_sync(create_connector(name, url, {}))
     queue.open()
-    queue.dispatch([Transaction(f"order-{number}", {"card": SECRET}) for number in (1, 2, 3)])
+    queue.dispatch([Transaction({"card": SECRET}, id=f"order-{number}") for number in (1, 2, 3)])
     deliveries = []
     while len(deliveries) < 3:
         deliveries += queue.fetch_transactions(3 - len(deliveries), wait=20.0)
@@ -170,7 +170,7 @@ def test_a_dry_run_leaves_no_row(queue, dsn):
 def test_on_postgresql_the_row_and_the_action_commit_together(dsn):
     queue = as_sync(create_connector("orders", dsn, {}))
     queue.open()
-    queue.dispatch([Transaction("order-1", {})])
+    queue.dispatch([Transaction({}, id="order-1")])
     queue.settle([(queue.fetch_transactions(1, wait=20.0)[0], DeadLetter("declined"))])
     with psycopg.connect(dsn) as connection:
         connection.execute("alter table ergon.audit add constraint no_mallory check (actor <> 'mallory')")
@@ -343,7 +343,7 @@ def test_without_a_database_the_list_reports_the_missing_setting(dsn, monkeypatc
 
 def make_queue_with_dead_letter():
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("order-1", {"card": SECRET})])
+    queue.dispatch([Transaction({"card": SECRET}, id="order-1")])
     queue.settle([(queue.fetch_transactions(1)[0], DeadLetter("declined"))])
     return queue
 
@@ -384,7 +384,7 @@ def test_a_queue_without_the_audit_table_leaves_its_record_in_the_log(new_databa
         connection.execute("drop table ergon.audit")
     queue = as_sync(create_connector("orders", new_database, {}))
     queue.open()
-    queue.dispatch([Transaction("order-1", {})])
+    queue.dispatch([Transaction({}, id="order-1")])
     queue.settle([(queue.fetch_transactions(1, wait=20.0)[0], DeadLetter("declined"))])
     queue.discard_dead([list_dead_letters(queue)[0].handle])
     [record] = list_audit_records(caplog)

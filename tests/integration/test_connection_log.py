@@ -136,7 +136,7 @@ def send(queue, name):
 
     async def send_async():
         try:
-            await queue.dispatch_async([Transaction(name, {})])
+            await queue.dispatch_async([Transaction({}, id=name)])
         finally:
             await queue.close_async()
 

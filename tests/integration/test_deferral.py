@@ -56,7 +56,7 @@ def run_why(dsn, transaction_id):
 def test_one_order_survives_an_outage_and_restarts_of_its_worker(database):
     bank = FailingBank(database)
     queue = PostgresQueue("orders", dsn=database)
-    queue.dispatch([Transaction("order-1", {"amount": 9})])
+    queue.dispatch([Transaction({"amount": 9}, id="order-1")])
     try:
         report = run_worker(database, bank)
         assert (report.counts["deferred"], report.finished, bank.calls) == (1, 1, 3)

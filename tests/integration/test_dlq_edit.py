@@ -69,7 +69,7 @@ def fetch_one(queue):
 
 
 def test_on_every_broker_a_corrected_dead_letter_is_redelivered_under_its_id(queue):
-    queue.dispatch([Transaction("order-1", {"total": 450}, correlation="basket", tenant="acme", type="order")])
+    queue.dispatch([Transaction({"total": 450}, id="order-1", correlation="basket", tenant="acme", type="order")])
     queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     result = CliRunner().invoke(app, ["dlq", "edit", queue.name, "order-1", "--set", "total=45", "--actor", "kim"])
     assert result.exit_code == DlqExit.OK, result.output
@@ -95,7 +95,7 @@ def test_on_every_broker_a_corrected_dead_letter_is_redelivered_under_its_id(que
 @pytest.mark.invariant
 def test_on_every_broker_one_of_two_operators_succeeds_and_the_other_gets_an_error(queue, monkeypatch):
     """Both operators read the dead letter before one of them writes."""
-    queue.dispatch([Transaction("order-1", {"total": 450})])
+    queue.dispatch([Transaction({"total": 450}, id="order-1")])
     queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     both_have_read = Barrier(2)
     replay = dlq_edit._replace_record
@@ -135,7 +135,7 @@ def test_on_every_broker_one_of_two_operators_succeeds_and_the_other_gets_an_err
 @pytest.mark.parametrize("url", ["nats"], indirect=True)
 def test_a_correction_that_was_sent_is_reported_although_another_operator_deleted_the_dead_letter(queue, monkeypatch):
     """The second of two operators publishes nothing and deletes the dead letter before the first one does."""
-    queue.dispatch([Transaction("order-1", {"total": 450})])
+    queue.dispatch([Transaction({"total": 450}, id="order-1")])
     queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     [record] = queue.list_dead(DeadLetterQuery())
     delete = dead_letters._delete
@@ -145,7 +145,7 @@ def test_a_correction_that_was_sent_is_reported_although_another_operator_delete
         return await delete(line, names, moving, became)
 
     monkeypatch.setattr(dead_letters, "_delete", delete_after_another_operator)
-    result = queue.replace_dead(record.handle, Transaction("order-1", {"total": 100}))
+    result = queue.replace_dead(record.handle, Transaction({"total": 100}, id="order-1"))
     assert result.outcome is DeadLetterResult.REPLAYED
     assert fetch_one(queue).transaction.payload == {"total": 100}
 
@@ -156,7 +156,7 @@ def test_a_correction_that_was_sent_is_reported_although_another_operator_delete
 def test_a_correction_that_was_not_sent_is_not_reported_when_another_operator_deleted_the_dead_letter(
     queue, monkeypatch
 ):
-    queue.dispatch([Transaction("order-1", {"total": 450})])
+    queue.dispatch([Transaction({"total": 450}, id="order-1")])
     queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     [record] = queue.list_dead(DeadLetterQuery())
     ask_all, delete = Connection.request_many, dead_letters._delete
@@ -172,7 +172,7 @@ def test_a_correction_that_was_not_sent_is_not_reported_when_another_operator_de
 
     monkeypatch.setattr(Connection, "request_many", lose_the_publication)
     monkeypatch.setattr(dead_letters, "_delete", delete_after_another_operator)
-    result = queue.replace_dead(record.handle, Transaction("order-1", {"total": 100}))
+    result = queue.replace_dead(record.handle, Transaction({"total": 100}, id="order-1"))
     assert result.outcome is DeadLetterResult.GONE
     assert list(queue.fetch_transactions(1)) == []
 
@@ -248,7 +248,7 @@ def run_edit(*args):
 
 def test_a_dead_letter_during_a_correction_is_always_in_at_least_one_place(queue):
     """The corrected message is queued before the old dead letter is deleted."""
-    queue.dispatch([Transaction("order-1", {"total": 450})])
+    queue.dispatch([Transaction({"total": 450}, id="order-1")])
     queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     [record] = queue.list_dead(DeadLetterQuery())
     corrected = record.with_payload({"total": 45}, by="kim", at=1_700_000_000.0, summary="total")

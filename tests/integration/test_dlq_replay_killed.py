@@ -54,7 +54,7 @@ def create_dead_letters(queue):
     """Create COUNT dead letters, each with one attempt counted."""
     for start in range(0, COUNT, PAGE_SIZE):
         numbers = range(start, start + PAGE_SIZE)
-        queue.dispatch([Transaction(f"order-{n}", n, correlation=f"basket-{n}", attempts=1) for n in numbers])
+        queue.dispatch([Transaction(n, id=f"order-{n}", correlation=f"basket-{n}", attempts=1) for n in numbers])
     left = COUNT
     while left:
         batch = queue.fetch_transactions(PAGE_SIZE, wait=1.0)

@@ -166,7 +166,7 @@ def fetch_one(queue):
 
 
 def make_order(name="order-1"):
-    return Transaction(name, {"card": CARD}, type="order", tenant="acme", correlation="basket")
+    return Transaction({"card": CARD}, id=name, type="order", tenant="acme", correlation="basket")
 
 
 def make_failure(name="order-1"):

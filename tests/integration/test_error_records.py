@@ -44,7 +44,7 @@ def app_folder(database, monkeypatch, tmp_path):
     (tmp_path / "app.py").write_text(APP)
     queue = PostgresQueue("orders", dsn=database)
     queue.open()
-    queue.dispatch([Transaction("order-1", {"total": 20})])
+    queue.dispatch([Transaction({"total": 20}, id="order-1")])
     queue.close()
     return tmp_path
 

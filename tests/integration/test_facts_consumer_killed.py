@@ -23,7 +23,7 @@ ORDERS = 2_000
 @pytest.mark.parametrize("variant", ["threads", "asyncio"])
 def test_one_fact_for_each_transaction_however_often_its_handler_was_killed(database, tmp_path, variant):
     queue = PostgresQueue(QUEUE, dsn=database)
-    queue.dispatch([Transaction(f"order-{number}", {"number": number}) for number in range(ORDERS)])
+    queue.dispatch([Transaction({"number": number}, id=f"order-{number}") for number in range(ORDERS)])
     queue.close()
     command = [sys.executable, "-m", "tests.integration.consumer_killing", database, str(tmp_path / "papers")]
     command += [str(KILLS), "7", variant]

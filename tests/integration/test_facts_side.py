@@ -50,7 +50,7 @@ def make_connector(database):
 
 
 def make_transactions(count):
-    return [Transaction(f"t-{number}", {"number": number}) for number in range(1, count + 1)]
+    return [Transaction({"number": number}, id=f"t-{number}") for number in range(1, count + 1)]
 
 
 def get_ids(deliveries):
@@ -100,7 +100,7 @@ def test_a_dead_letter_is_in_its_table_before_the_cursor_goes_beyond_it(make_con
     (record,) = successor.list_dead(ALL_DEAD_LETTERS)
     assert (record.id, record.reason, record.payload, record.deliveries) == ("t-1", "odd", {"number": 1}, 1)
     assert get_cursor(successor) == 0
-    successor.dispatch([Transaction("t-2")])
+    successor.dispatch([Transaction(id="t-2")])
     successor.settle([(each, Ack()) for each in successor.fetch_transactions(5)])
     assert get_cursor(successor) == 2
 
@@ -174,7 +174,7 @@ def test_values_that_a_header_cannot_hold_are_stored_unchanged(make_connector):
     client = make_connector()
     subject, strange = "s" * 400, {"half": "\ud800", "zero": "a\0b", "deep": [[1.5]]}
     Facts(client.boundary, zone="Plant A").append("HQ", subject=subject, predicate="p", message_id="m-1")
-    client.dispatch([Transaction("t-2", {"text": "é\u2028"})])
+    client.dispatch([Transaction({"text": "é\u2028"}, id="t-2")])
     one, two = client.fetch_transactions(2)
     changed = replace(one, transaction=one.transaction.replace(payload=strange, correlation="c\0"))
     assert client.settle([(changed, DeadLetter("odd\0reason")), (two, DeadLetter("odd"))]) == [SETTLED] * 2

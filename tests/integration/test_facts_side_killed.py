@@ -25,7 +25,7 @@ MAX_DELIVERIES = 3
 def append_facts(dsn, payloads):
     with PostgresBoundary(dsn, accept_loss=True) as boundary:
         FactConnector(boundary, **PAIR._asdict()).dispatch(
-            [Transaction(f"f-{payload['number']}", payload) for payload in payloads]
+            [Transaction(payload, id=f"f-{payload['number']}") for payload in payloads]
         )
 
 

@@ -111,7 +111,7 @@ def small_database(postgres):
 
 
 def make_orders(count, *, prefix="order"):
-    return [Transaction(f"{prefix}-{number}", {"text": "x" * 200}) for number in range(count)]
+    return [Transaction({"text": "x" * 200}, id=f"{prefix}-{number}") for number in range(count)]
 
 
 @pytest.mark.parametrize("disk_full_at", ["before", "during", "during, without an init file"])
@@ -316,7 +316,7 @@ def test_a_nats_account_at_its_limit_rejects_dispatches_temporarily_with_the_rea
     def send():
         nonlocal number
         number += 1
-        queue.dispatch([Transaction(f"order-{number}-{part}", {"text": "x" * 20_000}) for part in range(10)])
+        queue.dispatch([Transaction({"text": "x" * 20_000}, id=f"order-{number}-{part}") for part in range(10)])
 
     wait_for_cause("resource limits exceeded for account", send)
     while deliveries := queue.fetch_transactions(100, wait=0.2):

@@ -194,7 +194,7 @@ def test_a_replayed_dead_letter_starts_with_attempt_one(client, worker):
 
 def test_a_message_without_a_job_is_unknown(worker, dsn):
     queue = PostgresQueue(queue_name("python"), dsn=dsn)
-    queue.dispatch([Transaction("stray", {})])
+    queue.dispatch([Transaction({}, id="stray")])
     queue.close()
     [delivery] = worker.fetch()
     assert start_attempt(worker, delivery).decision == "unknown"
@@ -205,7 +205,7 @@ def test_a_second_message_of_a_running_job_starts_no_attempt(client, worker, dsn
     [first] = worker.fetch()
     start_attempt(worker, first)
     queue = PostgresQueue(queue_name("python"), dsn=dsn)
-    queue.dispatch([Transaction("a", {})])
+    queue.dispatch([Transaction({}, id="a")])
     queue.close()
     [second] = worker.fetch()
     assert start_attempt(worker, second).decision == "over"

@@ -208,7 +208,7 @@ def test_a_second_submission_of_a_key_waits_until_the_first_commits_or_rolls_bac
 @pytest.mark.spec("EXE-27")
 def test_inside_a_handler_a_second_run_submits_the_same_job(client):
     def handle():
-        scope.set_scope(Scope(Transaction("order-7", source="shop"), "process", 0))
+        scope.set_scope(Scope(Transaction(id="order-7", source="shop"), "process", 0))
         try:
             submission = client.submit("charge", 7)
             with pytest.raises(ConfigurationError, match="name="):

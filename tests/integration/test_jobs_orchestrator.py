@@ -216,7 +216,7 @@ def test_a_job_for_an_unknown_executor_is_a_dead_letter_that_says_so(dsn):
 def test_a_message_without_a_job_is_a_dead_letter_that_says_so(dsn):
     async def test(client, _):
         queue = PostgresQueue(queue_name("python"), dsn=dsn)
-        await queue.dispatch_async([Transaction("stray", {"hello": 1}), Transaction("other", "text")])
+        await queue.dispatch_async([Transaction({"hello": 1}, id="stray"), Transaction("text", id="other")])
         await queue.close_async()
         return await wait_until(lambda: letters_found if len(letters_found := list_dead_letters(dsn)) == 2 else None)
 

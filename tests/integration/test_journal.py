@@ -92,7 +92,7 @@ def list_outcomes(dsn):
 def test_the_outcome_of_each_transaction_is_written_and_shown(tmp_path, database, processes):
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
     queue = PostgresQueue("orders", dsn=database)
-    queue.dispatch([Transaction(f"order-{n}", {"n": n, "card": SECRET}, tenant="acme") for n in range(40)])
+    queue.dispatch([Transaction({"n": n, "card": SECRET}, id=f"order-{n}", tenant="acme") for n in range(40)])
     queue.close()
     result = run_ergon(
         tmp_path, database, "run", "app:task", "--processes", processes, ERGON_RUN__JOURNAL__ENABLED="true"
@@ -124,7 +124,7 @@ def test_the_outcome_of_each_transaction_is_written_and_shown(tmp_path, database
 def test_the_journal_is_off_by_default(tmp_path, database):
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
     queue = PostgresQueue("orders", dsn=database)
-    queue.dispatch([Transaction("order-0", {"n": 0})])
+    queue.dispatch([Transaction({"n": 0}, id="order-0")])
     queue.close()
     assert run_ergon(tmp_path, database, "run", "app:task").returncode == 0
     assert list_outcomes(database) == []
@@ -146,7 +146,7 @@ def test_without_the_journal_table_work_is_done_and_no_source_has_an_error(tmp_p
         connection.execute("drop table ergon.journal")
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
     queue = PostgresQueue("orders", dsn=dsn)
-    queue.dispatch([Transaction("order-0", {"n": 0})])
+    queue.dispatch([Transaction({"n": 0}, id="order-0")])
     queue.close()
     result = run_ergon(tmp_path, dsn, "run", "app:task", ERGON_RUN__JOURNAL__ENABLED="true")
     assert result.returncode == 0, result.stderr

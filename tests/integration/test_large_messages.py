@@ -73,7 +73,11 @@ def fetch_all(queue, count):
 def test_a_body_over_the_limit_is_dead_lettered_without_being_loaded(broker, make_queue):
     wide_queue = make_queue(broker, codec=JsonCodec(max_bytes=2 * LARGE_BODY_CHARS))
     wide_queue.dispatch(
-        [Transaction("before"), Transaction("large", "x" * LARGE_BODY_CHARS, type="order"), Transaction("after")]
+        [
+            Transaction(id="before"),
+            Transaction("x" * LARGE_BODY_CHARS, id="large", type="order"),
+            Transaction(id="after"),
+        ]
     )
     wide_queue.close()
     queue = make_queue(broker)
@@ -109,7 +113,7 @@ def test_a_body_over_the_limit_is_dead_lettered_without_being_loaded(broker, mak
 def test_one_fetch_loads_at_most_its_bytes(broker, make_queue):
     queue = make_queue(broker, max_fetch_bytes=1_000_000)
     sizes = {f"order-{number}": 400_000 if number % 2 else 300_000 for number in range(11)}
-    queue.dispatch([Transaction(name, "x" * size) for name, size in sizes.items()])
+    queue.dispatch([Transaction("x" * size, id=name) for name, size in sizes.items()])
     fetches = fetch_all(queue, len(sizes))
     ids = [each.transaction.id for fetch in fetches for each in fetch]
     assert sorted(ids) == sorted(sizes)
@@ -123,7 +127,7 @@ def test_one_fetch_loads_at_most_its_bytes(broker, make_queue):
 @pytest.mark.parametrize("broker", BROKERS)
 def test_a_message_over_the_bytes_of_a_fetch_is_fetched_alone(broker, make_queue):
     queue = make_queue(broker, max_fetch_bytes=100_000)
-    queue.dispatch([Transaction("a"), Transaction("large", "x" * 500_000), Transaction("b")])
+    queue.dispatch([Transaction(id="a"), Transaction("x" * 500_000, id="large"), Transaction(id="b")])
     fetches = fetch_all(queue, 3)
     assert [each.transaction.id for fetch in fetches if len(fetch) == 1 for each in fetch].count("large") == 1
     queue.settle([(each, Ack()) for fetch in fetches for each in fetch])
@@ -200,7 +204,7 @@ def test_a_message_that_ends_the_process_in_decode_is_dead_lettered_at_its_limit
         WORKER_TEMPLATE.format(**values, max_deliveries=MAX_DELIVERIES, poisoned=POISON_EXIT_CODE)
     )
     ids = [*(f"before-{number}" for number in range(5)), "poison", *(f"after-{number}" for number in range(5))]
-    queue.dispatch([Transaction(name, {}, key=f"key-{name}" if keyed else None) for name in ids])
+    queue.dispatch([Transaction({}, id=name, key=f"key-{name}" if keyed else None) for name in ids])
     worker, crashes, deadline = start_worker(), 0, time.monotonic() + TIMEOUT_SECONDS
     while not (is_empty(depth := queue.depth()) and depth.dead):
         assert time.monotonic() < deadline, f"{depth} after {crashes} crashes"

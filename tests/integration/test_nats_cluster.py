@@ -63,12 +63,12 @@ def test_no_message_is_lost_when_the_leader_is_killed_and_a_dispatch_waits_for_t
             new_queue_name(), url=",".join(server.url for server in cluster), replicas=3, patience=TIMEOUT_SECONDS
         )
         await open_when_ready(queue)
-        await queue.dispatch_async([Transaction(f"before-{number}", number) for number in range(50)])
+        await queue.dispatch_async([Transaction(number, id=f"before-{number}") for number in range(50)])
         first = await queue.fetch_transactions_async(10, wait=5.0)
         leader_number = int((await get_leader(cluster[0], queue.name)).removeprefix("node-"))
         cluster[leader_number].kill()
         # One call: it is retried until its timeout.
-        await queue.dispatch_async([Transaction(f"after-{number}", number) for number in range(50)])
+        await queue.dispatch_async([Transaction(number, id=f"after-{number}") for number in range(50)])
         first_ids = {delivery.transaction.id for delivery in first}
         deadline = time.monotonic() + TIMEOUT_SECONDS
         settled_ids, unsettled = set(), list(first)

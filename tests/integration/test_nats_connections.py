@@ -26,7 +26,7 @@ async def dispatch(url, **options):
     """Dispatch one transaction through a new queue."""
     queue = NatsQueue(new_queue_name(), url=url, timeout=2.0, patience=0.5, **options)
     try:
-        return len(await queue.dispatch_async([Transaction("order-1", 1)]))
+        return len(await queue.dispatch_async([Transaction(1, id="order-1")]))
     finally:
         await queue.close_async()
 
@@ -122,12 +122,12 @@ def test_another_server_of_the_address_is_used_when_one_is_down(new_nats):
 
     async def run():
         queue = NatsQueue(new_queue_name(), url=url, timeout=2.0, patience=10.0)
-        await queue.dispatch_async([Transaction("order-1", 1)])
+        await queue.dispatch_async([Transaction(1, id="order-1")])
         by_host = {f"127.0.0.1:{server.port}": server for server in (one, other)}
         first = queue.server_host
         by_host.pop(first).kill()
         # The other server has its own streams: it does not copy the first.
-        await queue.dispatch_async([Transaction("order-2", 2)])
+        await queue.dispatch_async([Transaction(2, id="order-2")])
         assert queue.server_host in by_host
         (delivery,) = await queue.fetch_transactions_async(5, wait=5.0)
         assert delivery.transaction.id == "order-2"
@@ -158,7 +158,7 @@ def test_the_log_names_the_server_that_was_lost_and_the_one_in_use(new_nats, cap
 
     async def run():
         running = asyncio.ensure_future(charge.run(policy))
-        await queue.dispatch_async([Transaction("order-1", 1)])
+        await queue.dispatch_async([Transaction(1, id="order-1")])
         await wait_until(lambda: handled)
         lost = queue.server_host
         servers.pop(lost).kill()
@@ -232,7 +232,7 @@ def test_a_rotated_password_is_read_at_the_next_connection(new_nats, tmp_path):
                 await queue.fetch_transactions_async(1)
             assert "secret" not in str(raised.value)
             password_file.write_text("s3cond-secret\n")
-            await queue.dispatch_async([Transaction("order-1", 1)])
+            await queue.dispatch_async([Transaction(1, id="order-1")])
             assert len(await queue.fetch_transactions_async(1, wait=5.0)) == 1
 
     asyncio.run(run())

@@ -34,7 +34,7 @@ def test_acked_messages_are_not_redelivered_after_the_server_is_killed(server):
 
     async def run():
         async with open_queue(server, lease=2.0) as queue:
-            await queue.dispatch_async([Transaction(f"order-{number}", number) for number in range(60)])
+            await queue.dispatch_async([Transaction(number, id=f"order-{number}") for number in range(60)])
             deliveries = await claim_deliveries(queue, 60)
             acked = [delivery for delivery in deliveries if delivery.transaction.payload % 3]
             results = await queue.settle_async([(delivery, Ack()) for delivery in acked])
@@ -57,7 +57,7 @@ def test_an_ack_that_a_stopping_server_does_not_store_is_not_reported_as_settled
 
     async def run():
         async with open_queue(server, lease=2.0, timeout=1.0) as queue:
-            await queue.dispatch_async([Transaction(f"order-{number}", number) for number in range(ORDER_COUNT)])
+            await queue.dispatch_async([Transaction(number, id=f"order-{number}") for number in range(ORDER_COUNT)])
             deliveries = await claim_deliveries(queue, ORDER_COUNT)
             stop_thread = threading.Thread(target=server.stop)
             settled_ids = set()
@@ -92,7 +92,7 @@ def test_a_delay_survives_a_killed_server_with_attempts_and_history(server):
 
     async def run():
         async with open_queue(server, lease=lease) as queue:
-            await queue.dispatch_async([Transaction("order", {})])
+            await queue.dispatch_async([Transaction({}, id="order")])
             (delivery,) = await claim_deliveries(queue, 1)
             began = time.monotonic()
             assert await queue.settle_async([(delivery, Defer(delay, 2, HISTORY))]) == [SettleResult.SETTLED]

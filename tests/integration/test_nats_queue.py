@@ -136,7 +136,7 @@ def test_the_same_queue_serves_one_event_loop_after_the_other(nats_server):
     queue = NatsQueue(new_queue_name(), url=nats_server.url)
 
     async def send(number):
-        await queue.dispatch_async([Transaction(f"order-{number}", number)])
+        await queue.dispatch_async([Transaction(number, id=f"order-{number}")])
 
     async def take():
         deliveries = await claim_deliveries(queue, 2)
@@ -174,7 +174,7 @@ POLICY = ConsumerPolicy.load(
 def test_the_relay_brings_an_outbox_to_nats(database, nats_server, variant):
     with boxes.open_queue(database) as source, boxes.open_queue(database, source.name) as observer_queue:
         with psycopg.connect(database) as connection:
-            source.dispatch_on(connection, [Transaction(f"order-{number}", number) for number in range(ORDER_COUNT)])
+            source.dispatch_on(connection, [Transaction(number, id=f"order-{number}") for number in range(ORDER_COUNT)])
             connection.commit()
         target = NatsQueue(source.name, url=nats_server.url)
         task = (relay if variant == "sync" else relay_async)(source, target)
@@ -222,7 +222,7 @@ def test_a_task_runs_and_its_dead_letters_are_replayed(nats_server, tmp_path, mo
     monkeypatch.setenv("ERGON_NATS__URL", nats_server.url)
     monkeypatch.setenv("ORDERS", new_queue_name())
     queue = as_sync(NatsQueue(os.environ["ORDERS"]))
-    queue.dispatch([Transaction("order-1", {"card": "good"}), Transaction("order-2", {"card": "declined"})])
+    queue.dispatch([Transaction({"card": "good"}, id="order-1"), Transaction({"card": "declined"}, id="order-2")])
     with ErgonProcess(tmp_path, APP % definition) as running:
         running.wait_for("charged order-2")
         deadline = time.monotonic() + TIMEOUT_SECONDS

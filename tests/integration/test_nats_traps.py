@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 def make_orders(count):
-    return [Transaction(f"order-{number}", {"number": number}) for number in range(count)]
+    return [Transaction({"number": number}, id=f"order-{number}") for number in range(count)]
 
 
 async def get_consumer_field(server, queue, field):
@@ -252,7 +252,7 @@ def test_deferred_messages_do_not_block_other_messages(nats_server):
             await queue.dispatch_async(make_orders(1200))
             deliveries = await claim_deliveries(queue, 1200)
             assert set(await queue.settle_async([(delivery, Defer(600.0)) for delivery in deliveries])) == {SETTLED}
-            await queue.dispatch_async([Transaction("another", {})])
+            await queue.dispatch_async([Transaction({}, id="another")])
             (delivery,) = await claim_deliveries(queue, 1)
             assert delivery.transaction.id == "another"
             depth = await queue.depth_async()
@@ -375,7 +375,7 @@ def test_a_message_over_the_servers_limit_is_rejected_before_it_is_sent(nats_ser
             connection = (await queue._get_session()).connection
             for size in (connection.max_payload + 1, connection.max_payload - 10):
                 with pytest.raises(UnencodableError, match="max_payload"):
-                    await queue.dispatch_async([*make_orders(1), Transaction("large", "x" * (size - 2))])
+                    await queue.dispatch_async([*make_orders(1), Transaction("x" * (size - 2), id="large")])
             assert (await queue.depth_async()).ready == 0
             await queue.dispatch_async(make_orders(1))
             assert not connection.is_lost
@@ -400,7 +400,7 @@ def test_a_dead_letter_near_the_size_limit_is_stored_without_its_failure(nats_se
     async def run():
         async with open_queue(nats_server, codec=JsonCodec(max_bytes=64 * 1024 * 1024), timeout=15.0) as queue:
             max_payload = (await queue._get_session()).connection.max_payload
-            await queue.dispatch_async([Transaction("large", "x" * (max_payload - 3000))])
+            await queue.dispatch_async([Transaction("x" * (max_payload - 3000), id="large")])
             async with open_client(nats_server) as (client, _):
                 await client.jetstream().publish(
                     stream_names(queue.name).subject, b"z" * (max_payload - 100), timeout=10
@@ -436,7 +436,7 @@ def test_a_dead_letter_that_is_too_large_loses_its_tracebacks_first(nats_server)
     async def run():
         async with open_queue(nats_server, codec=JsonCodec(max_bytes=64 * 1024 * 1024), timeout=15.0) as queue:
             max_payload = (await queue._get_session()).connection.max_payload
-            await queue.dispatch_async([Transaction("large", "x" * (max_payload - 10_000))])
+            await queue.dispatch_async([Transaction("x" * (max_payload - 10_000), id="large")])
             (large,) = await claim_deliveries(queue, 1)
             assert await queue.settle_async([(large, DeadLetter("system", failure))]) == [SETTLED]
             (record,) = await queue.list_dead_async(DeadLetterQuery())

@@ -42,11 +42,11 @@ def consume(queue, on_start):
 
 def test_one_transaction_crosses_few_files(database):
     with open_queue(database, "warm-up") as queue:
-        queue.dispatch([Transaction("order-0", {})])
+        queue.dispatch([Transaction({}, id="order-0")])
         consume(queue, lambda: None)
     profile = CallProfile()
     with open_queue(database, "orders") as queue:
-        queue.dispatch([Transaction(f"order-{number}", {}) for number in range(3)])
+        queue.dispatch([Transaction({}, id=f"order-{number}") for number in range(3)])
         threading.setprofile(profile.record)
         sys.setprofile(profile.record)
         try:

@@ -108,7 +108,7 @@ def release_handlers(dsn):
 
 
 def make_orders(*names, **fields):
-    return [Transaction(name, {"name": name, **fields}) for name in names]
+    return [Transaction({"name": name, **fields}, id=name) for name in names]
 
 
 @pytest.mark.spec("CON-47")

@@ -33,7 +33,7 @@ def orders(request, tmp_path, monkeypatch):
 
 def test_payloads_of_generated_types_pass_a_broker(orders):
     cases = {f"order-{seed}": draw_payload(seed) for seed in range(200)}
-    orders.dispatch([Transaction(name, payload) for name, (_, payload) in cases.items()])
+    orders.dispatch([Transaction(payload, id=name) for name, (_, payload) in cases.items()])
     received = {}
     while len(received) < len(cases):
         deliveries = orders.fetch_transactions(100, wait=FETCH_SECONDS)

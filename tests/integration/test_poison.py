@@ -122,7 +122,7 @@ def run_to_dead_letters(request, tmp_path, monkeypatch):
 @pytest.mark.parametrize("broker", BROKERS)
 def test_one_poison_message_among_five_hundred_becomes_exactly_one_dead_letter(broker, variant, run_to_dead_letters):
     # In the middle of a batch: the messages before it have started, those after it are claimed.
-    transactions = [Transaction(f"order-{n}", {"poison": n == 250}) for n in range(TRANSACTION_COUNT)]
+    transactions = [Transaction({"poison": n == 250}, id=f"order-{n}") for n in range(TRANSACTION_COUNT)]
     dead, crashes = run_to_dead_letters(broker, variant, transactions, seconds=0.02)
     assert dead == [("order-250", "max_deliveries")]
     assert crashes == MAX_DELIVERIES
@@ -132,7 +132,7 @@ def test_one_poison_message_among_five_hundred_becomes_exactly_one_dead_letter(b
 @pytest.mark.parametrize("variant", HANDLERS)
 @pytest.mark.parametrize("broker", BROKERS)
 def test_the_only_neighbour_of_a_poison_message_is_not_dead_lettered(broker, variant, run_to_dead_letters):
-    transactions = [Transaction("poison", {"poison": True}), Transaction("neighbour", {"poison": False})]
+    transactions = [Transaction({"poison": True}, id="poison"), Transaction({"poison": False}, id="neighbour")]
     # The neighbour runs long enough to be lost with the process, until its own delivery is the last permitted one.
     dead, crashes = run_to_dead_letters(broker, variant, transactions, seconds=0.5)
     assert dead == [("poison", "max_deliveries")]

@@ -32,7 +32,7 @@ def task(order, transaction: Transaction):
 def test_a_poison_message_becomes_a_dead_letter_and_the_run_continues(request, tmp_path, monkeypatch):
     # RabbitMQ: it has no lease to wait for, so crashes follow each other as fast as processes start.
     queue = create_named_queue("rabbitmq", request, tmp_path, monkeypatch)
-    queue.dispatch([Transaction(f"order-{n}", {"poison": n == 13}) for n in range(TRANSACTION_COUNT)])
+    queue.dispatch([Transaction({"poison": n == 13}, id=f"order-{n}") for n in range(TRANSACTION_COUNT)])
     source = "from ergon_framework import queue as queue_named\n" + APP_TEMPLATE.format(name=queue.name)
     with ErgonProcess(tmp_path, source, "--streaming", "--processes", "2") as run:
         deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -40,7 +40,7 @@ def test_a_poison_message_becomes_a_dead_letter_and_the_run_continues(request, t
             assert time.monotonic() < deadline, depth
             assert run.is_running, f"the run has ended: {depth}"
             time.sleep(0.1)
-        queue.dispatch([Transaction("last", {"poison": False})])
+        queue.dispatch([Transaction({"poison": False}, id="last")])
         done = tmp_path / "done"
         while "last" not in done.read_text().split():
             assert time.monotonic() < deadline

@@ -36,10 +36,10 @@ def test_one_fetch_returns_new_messages_and_messages_committed_late(postgres):
     queue = PostgresQueue("orders", dsn=dsn)
     queue.open()
     with psycopg.connect(dsn) as connection:
-        queue.dispatch_on(connection, [Transaction("late", {})])
-        queue.dispatch([Transaction("early", {})])
+        queue.dispatch_on(connection, [Transaction({}, id="late")])
+        queue.dispatch([Transaction({}, id="early")])
         assert [delivery.transaction.id for delivery in fetch_exactly(queue, 1)] == ["early"]
-    queue.dispatch([Transaction("new", {})])
+    queue.dispatch([Transaction({}, id="new")])
     # Ids above the last claimed one, then from the lowest: two statements of one claim. The choice depends on time,
     # so the test sets it: the last sweep was just now and short.
     queue._claims._last_sweep, queue._claims._sweep_pause = time.monotonic(), 0.0
@@ -56,7 +56,7 @@ def test_a_worker_reaped_while_away_still_claims_the_most_urgent_message_first(d
     assert queue.fetch_transactions(1) == []
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute("delete from ergon.worker")
-    queue.dispatch([Transaction("plain"), Transaction("urgent")])
+    queue.dispatch([Transaction(id="plain"), Transaction(id="urgent")])
     queue._claims._last_sweep = float("-inf")  # a sweep is due, and this one finds no worker
     [first] = queue.fetch_transactions(1)
     queue.close()
@@ -66,7 +66,7 @@ def test_a_worker_reaped_while_away_still_claims_the_most_urgent_message_first(d
 @pytest.mark.spec("CNN-07")
 def test_a_claim_of_keys_reads_only_its_own_rows_however_long_the_queue_has_become(database, monkeypatch):
     def dispatch(first, count):
-        queue.dispatch([Transaction(f"t-{n}", key=f"k-{n}") for n in range(first, first + count)])
+        queue.dispatch([Transaction(id=f"t-{n}", key=f"k-{n}") for n in range(first, first + count)])
 
     def claim(times):
         for _ in range(times):
@@ -98,7 +98,7 @@ def test_a_stale_receipt_is_rejected_next_to_a_valid_one_of_the_same_message(pos
     dsn = postgres.create_database("beside")
     upgrade(dsn)
     queue = PostgresQueue("orders", dsn=dsn, lease=30.0)
-    queue.dispatch([Transaction("order", {})])
+    queue.dispatch([Transaction({}, id="order")])
     [first] = fetch_exactly(queue, 1)
     assert queue.settle([(first, Defer(0.0))]) == [SettleResult.SETTLED]
     [second] = fetch_exactly(queue, 1)
@@ -112,7 +112,7 @@ def test_a_worker_reaped_during_an_outage_gets_lost_for_its_settlement(new_postg
     server = new_postgres()
     upgrade(server.dsn())
     queue, other = (PostgresQueue("orders", dsn=server.dsn(), lease=lease) for lease in (1.0, 30.0))
-    queue.dispatch([Transaction("order", {})])
+    queue.dispatch([Transaction({}, id="order")])
     [mine] = fetch_exactly(queue, 1)
     server.kill()
     for _ in range(2):
@@ -133,7 +133,7 @@ from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.transaction import Transaction
 
 queue = PostgresQueue("orders", dsn=sys.argv[1])
-queue.dispatch([Transaction("one", {}), Transaction("two", {})])
+queue.dispatch([Transaction({}, id="one"), Transaction({}, id="two")])
 [mine] = queue.fetch_transactions(1)
 read, write = os.pipe()
 if os.fork() == 0:
@@ -190,7 +190,7 @@ def set_clock_back(database):
 @pytest.mark.spec("SEC-24")
 def test_claims_of_a_dead_worker_return_after_the_lease_although_the_clock_was_set_back(database):
     dead = PostgresQueue("orders", dsn=database, lease=1.0)
-    dead.dispatch([Transaction("order-1")])
+    dead.dispatch([Transaction(id="order-1")])
     assert len(fetch_exactly(dead, 1)) == 1
     set_clock_back(database)
     # Another lease makes it another worker.
@@ -205,7 +205,7 @@ def test_claims_of_a_dead_worker_return_after_the_lease_although_the_clock_was_s
 @pytest.mark.spec("SEC-24")
 def test_a_living_worker_keeps_its_claims_although_the_clock_was_set_back(database):
     holder = PostgresQueue("orders", dsn=database, lease=30.0)
-    holder.dispatch([Transaction("order-1")])
+    holder.dispatch([Transaction(id="order-1")])
     (delivery,) = fetch_exactly(holder, 1)
     set_clock_back(database)
     other = PostgresQueue("orders", dsn=database, lease=0.5)

@@ -205,7 +205,7 @@ def test_a_clean_up_that_is_blocked_delays_no_fetch_and_ends_no_worker(dsn, monk
         wait_until(lambda: "cleanup failed" in list_events(caplog.records))
         for number in range(20):
             started_at = time.monotonic()
-            sender.dispatch([Transaction(f"order-{number}", number)])
+            sender.dispatch([Transaction(number, id=f"order-{number}")])
             wait_until(lambda number=number: f"order-{number}" in list_marks(dsn))
             assert time.monotonic() - started_at < 5.0
 

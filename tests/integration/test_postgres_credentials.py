@@ -240,7 +240,7 @@ def test_a_rotation_while_eight_workers_run_fails_no_transaction(rotating):
         thread.start()
     names = [f"order-{number}" for number in range(1_500)]
     for step, start in enumerate(range(0, len(names), 300)):
-        sender.dispatch([Transaction(name, {}) for name in names[start : start + 300]])
+        sender.dispatch([Transaction({}, id=name) for name in names[start : start + 300]])
         with changed:
             assert changed.wait_for(lambda start=start: len(set(handled)) >= start + 100, TIMEOUT_SECONDS)
         if step % 2 == 0:

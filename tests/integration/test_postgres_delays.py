@@ -104,12 +104,12 @@ def test_a_delay_begins_at_the_dispatch_and_not_at_the_begin_of_the_callers_data
 @pytest.mark.spec("CNN-09", "CNN-12")
 def test_a_delayed_transaction_holds_back_no_other_of_its_key_before_it_is_due(queue):
     queue.dispatch([Transaction.new({}, id="reminder", key="customer-1", delay=DELAY_SECONDS)])
-    queue.dispatch([Transaction("order", key="customer-1")])
+    queue.dispatch([Transaction(id="order", key="customer-1")])
     (order,) = queue.fetch_transactions(5)
     assert order.transaction.id == "order"
     # The reminder is due, but its key is in use: it waits for the order to be settled.
     assert queue.fetch_transactions(1, wait=2 * DELAY_SECONDS) == []
-    queue.dispatch([Transaction("next-order", key="customer-1")])
+    queue.dispatch([Transaction(id="next-order", key="customer-1")])
     queue.settle([(order, Ack())])
     for expected in ("reminder", "next-order"):
         (delivery,) = queue.fetch_transactions(5, wait=TIMEOUT_SECONDS)
@@ -196,7 +196,7 @@ def test_the_age_of_a_delayed_transaction_counts_from_its_due_time(queue):
 
 
 def test_the_priority_of_a_transaction_decides_unless_the_queue_has_a_rule(dsn):
-    sent = [Transaction("low", priority=-1), Transaction("plain"), Transaction("high", priority=2)]
+    sent = [Transaction(id="low", priority=-1), Transaction(id="plain"), Transaction(id="high", priority=2)]
     with open_queue(dsn, priority=lambda transaction: -transaction.priority) as ruled:
         ruled.dispatch(sent)
         order = [ruled.fetch_transactions(1)[0].transaction.id for _ in sent]

@@ -47,7 +47,7 @@ def dispatch(queue, names):
     """Dispatch until it is confirmed; an unconfirmed one may have arrived, and the inbox rejects its repetition."""
     while True:
         try:
-            queue.dispatch([Transaction(name, {}) for name in names])
+            queue.dispatch([Transaction({}, id=name) for name in names])
         except ConnectionLostError:
             threading.Event().wait(0.05)
         else:
@@ -127,7 +127,7 @@ def test_connections_to_a_server_that_became_read_only_are_replaced(cluster):
     """A server that is demoted keeps its sessions where a proxy or a setting makes it read-only."""
     upgrade(cluster.dsn())
     queue = PostgresQueue("orders", dsn=cluster.dsn())
-    queue.dispatch([Transaction("order-1", {})])
+    queue.dispatch([Transaction({}, id="order-1")])
     queue.close()
     pool = ConnectionPool(cluster.dsn())
     listener, notified = NotificationListener(pool), threading.Event()

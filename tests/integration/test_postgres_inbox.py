@@ -65,7 +65,7 @@ def test_a_transaction_that_has_succeeded_is_acked_without_running_and_counted(d
     provider = MeterProvider()
     handle.telemetry = TelemetryOptions(meter_provider=provider)
     for _ in range(2):
-        queue.dispatch([Transaction("order-7")])
+        queue.dispatch([Transaction(id="order-7")])
         report = handle.run()
     assert handled == ["order-7"]
     assert (report.rejected, report.settled) == ({"done": 1}, {"settled": 1})
@@ -86,7 +86,7 @@ def test_the_async_variant_recognizes_succeeded_transactions_too(dsn, queue):
 
     async def main():
         for _ in range(2):
-            await queue.dispatch_async([Transaction("order-7"), Transaction("keyed", key="k")])
+            await queue.dispatch_async([Transaction(id="order-7"), Transaction(id="keyed", key="k")])
             await handle.run()
 
     asyncio.run(main())
@@ -103,22 +103,22 @@ def test_a_failed_transaction_or_one_of_another_queue_is_not_done(dsn, queue):
         raise ConfigurationError("not yet")
 
     for _ in range(2):
-        queue.dispatch([Transaction("failed")])
+        queue.dispatch([Transaction(id="failed")])
         handle.run()
     assert handled == ["failed"] * len(handled)
     assert len(handled) >= 2
-    queue.dispatch([Transaction("order-7")])
+    queue.dispatch([Transaction(id="order-7")])
     fetch_and_ack(queue)
     with open_queue(dsn, inbox=True) as other:
-        other.dispatch([Transaction("order-7")])
+        other.dispatch([Transaction(id="order-7")])
         assert [delivery.done for delivery in other.fetch_transactions(1)] == [False]
 
 
 def test_without_an_inbox_the_same_id_runs_twice(dsn):
     with open_queue(dsn) as queue:
-        queue.dispatch([Transaction("order-7")])
+        queue.dispatch([Transaction(id="order-7")])
         fetch_and_ack(queue)
-        queue.dispatch([Transaction("order-7")])
+        queue.dispatch([Transaction(id="order-7")])
         assert [delivery.done for delivery in queue.fetch_transactions(1)] == [False]
 
 
@@ -138,11 +138,11 @@ def test_the_mark_is_written_in_the_handlers_own_database_transaction(library, d
                 raise LookupError
         results.append(list_marks(dsn, queue))
 
-    queue.dispatch([Transaction("done")])
+    queue.dispatch([Transaction(id="done")])
     handle.run()
     assert results == [True, ["done"]]
     results.clear()
-    queue.dispatch([Transaction("undone")])
+    queue.dispatch([Transaction(id="undone")])
     handle.run()
     assert results == [True, ["done"]]
 
@@ -163,9 +163,9 @@ def test_the_mark_is_written_in_the_handlers_own_async_database_transaction(libr
         results.append(list_marks(dsn, queue))
 
     async def main():
-        await queue.dispatch_async([Transaction("done")])
+        await queue.dispatch_async([Transaction(id="done")])
         await handle.run()
-        await queue.dispatch_async([Transaction("undone")])
+        await queue.dispatch_async([Transaction(id="undone")])
         await handle.run()
 
     asyncio.run(main())
@@ -195,7 +195,7 @@ def test_a_handler_that_is_rolled_back_leaves_no_mark_and_runs_again(dsn, queue)
             if len(attempts) == 1:
                 raise OSError("before the commit")
 
-    queue.dispatch([Transaction("order-7")])
+    queue.dispatch([Transaction(id="order-7")])
     handle.run()
     assert attempts == ["order-7"] * 2
     assert count_effects(dsn, queue.name) == 1
@@ -214,7 +214,7 @@ def test_a_handler_that_fails_after_its_commit_has_its_effect_once(dsn, queue):
         if len(results) == 1:
             raise OSError("after the commit")
 
-    queue.dispatch([Transaction("order-7")])
+    queue.dispatch([Transaction(id="order-7")])
     report = handle.run()
     assert results == [True, False]
     assert report.settled == {"settled": 1}
@@ -225,7 +225,7 @@ def test_a_handler_that_fails_after_its_commit_has_its_effect_once(dsn, queue):
 def test_two_workers_that_run_the_same_transaction_concurrently_have_one_effect(dsn, queue):
     """The first worker's claim has expired while its handler still runs; the second has claimed the transaction."""
     with open_queue(dsn, queue.name, inbox=True, lease=29.0) as other:
-        queue.dispatch([Transaction("order-7")])
+        queue.dispatch([Transaction(id="order-7")])
         [mine] = queue.fetch_transactions(1)
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(
@@ -269,14 +269,14 @@ def wait_for_lock(dsn):
 @pytest.mark.spec("CNN-14")
 def test_a_mark_outside_an_open_database_transaction_is_rejected(dsn, queue):
     with psycopg.connect(dsn, autocommit=True) as connection, pytest.raises(ConfigurationError, match="is open"):
-        queue.record_processed_on(connection, Transaction("order-7"))
+        queue.record_processed_on(connection, Transaction(id="order-7"))
     assert list_marks(dsn, queue) == []
 
 
 def test_a_mark_needs_an_inbox_and_a_transaction(dsn, queue):
     with psycopg.connect(dsn) as connection:
         with pytest.raises(ConfigurationError, match="has no inbox: create it with inbox=True"):
-            PostgresQueue(queue.name, dsn=dsn).record_processed_on(connection, Transaction("order-7"))
+            PostgresQueue(queue.name, dsn=dsn).record_processed_on(connection, Transaction(id="order-7"))
         with pytest.raises(ConfigurationError, match="no transaction is being handled here"):
             queue.record_processed_on(connection)
 
@@ -288,7 +288,7 @@ def test_a_mark_needs_an_inbox_and_a_transaction(dsn, queue):
 def test_marks_are_deleted_when_their_retention_has_passed(dsn, monkeypatch):
     monkeypatch.setattr(cleanup, "INTERVAL_SECONDS", 0.05)
     with open_queue(dsn, inbox=True, inbox_days=2) as queue:
-        queue.dispatch([Transaction("old"), Transaction("young")])
+        queue.dispatch([Transaction(id="old"), Transaction(id="young")])
         fetch_and_ack(queue)
         with psycopg.connect(dsn) as connection:
             for name, days in (("old", 2.1), ("young", 1.9)):
@@ -296,7 +296,7 @@ def test_marks_are_deleted_when_their_retention_has_passed(dsn, monkeypatch):
                     "update ergon.inbox set at = now() - %s * interval '1 day' where transaction_id = %s", [days, name]
                 )
         wait_until(lambda: list_marks(dsn, queue) == ["young"])
-        queue.dispatch([Transaction("old"), Transaction("young")])
+        queue.dispatch([Transaction(id="old"), Transaction(id="young")])
         results = {delivery.transaction.id: delivery.done for delivery in queue.fetch_transactions(10)}
         assert results == {"old": False, "young": True}
 

@@ -64,7 +64,7 @@ def test_settlements_that_failed_during_an_outage_are_sent_after_it(new_postgres
     server = new_postgres()
     upgrade(server.dsn())
     queue = PostgresQueue("orders", dsn=server.dsn(), lease=LEASE_SECONDS)
-    queue.dispatch([Transaction(f"order-{n}", {}) for n in range(TRANSACTION_COUNT)])
+    queue.dispatch([Transaction({}, id=f"order-{n}") for n in range(TRANSACTION_COUNT)])
     entered, release = [], threading.Event()
     task, run = make_task(variant, queue, entered, release)
     reports = []
@@ -93,9 +93,9 @@ def test_a_connection_that_the_server_closed_while_idle_fails_no_call(new_postgr
     dsn = server.create_database("idle")
     upgrade(dsn)
     queue = PostgresQueue("orders", dsn=dsn)
-    queue.dispatch([Transaction("before", {})])
+    queue.dispatch([Transaction({}, id="before")])
     server.restart()
-    queue.dispatch([Transaction("after", {})])
+    queue.dispatch([Transaction({}, id="after")])
     assert queue.depth().ready == 2
     queue.close()
 

@@ -45,7 +45,8 @@ class RollbackRequested(Exception):
 
 
 TRANSACTIONS = [
-    Transaction(f"order-{n}", {"total": n, "text": "Käse %s :x"}, key=f"k{n % 3}" if n % 2 else None) for n in range(50)
+    Transaction({"total": n, "text": "Käse %s :x"}, id=f"order-{n}", key=f"k{n % 3}" if n % 2 else None)
+    for n in range(50)
 ]
 
 
@@ -103,9 +104,9 @@ def test_no_dispatch_exists_if_the_callers_async_database_transaction_is_rolled_
 @pytest.mark.parametrize("library", SYNC_LIBRARIES)
 def test_a_savepoint_that_is_rolled_back_removes_the_dispatches_in_it(library, dsn, queue):
     with SYNC_LIBRARIES[library](dsn) as (connection, savepoint):
-        queue.dispatch_on(connection, [Transaction("kept")])
+        queue.dispatch_on(connection, [Transaction(id="kept")])
         with suppress(RollbackRequested), savepoint():
-            queue.dispatch_on(connection, [Transaction("undone")])
+            queue.dispatch_on(connection, [Transaction(id="undone")])
             raise RollbackRequested
     assert [one.id for one in fetch_and_ack(queue)] == ["kept"]
 
@@ -115,10 +116,10 @@ def test_a_savepoint_that_is_rolled_back_removes_the_dispatches_in_it(library, d
 def test_an_async_savepoint_that_is_rolled_back_removes_the_dispatches_in_it(library, dsn, queue):
     async def dispatch():
         async with ASYNC_LIBRARIES[library](dsn) as (connection, savepoint):
-            await queue.dispatch_on_async(connection, [Transaction("kept")])
+            await queue.dispatch_on_async(connection, [Transaction(id="kept")])
             with suppress(RollbackRequested):
                 async with savepoint():
-                    await queue.dispatch_on_async(connection, [Transaction("undone")])
+                    await queue.dispatch_on_async(connection, [Transaction(id="undone")])
                     raise RollbackRequested
 
     asyncio.run(dispatch())
@@ -145,27 +146,27 @@ DJANGO_PROGRAM = """
 
     queue = PostgresQueue(name, inbox=True)
     with transaction.atomic():
-        queue.dispatch_on(connection, [Transaction(f"kept-{n}", {"percent": "%s"}, key=None) for n in range(3)])
+        queue.dispatch_on(connection, [Transaction({"percent": "%s"}, id=f"kept-{n}", key=None) for n in range(3)])
         try:
             with transaction.atomic():
-                queue.dispatch_on(connection, [Transaction("savepoint")])
+                queue.dispatch_on(connection, [Transaction(id="savepoint")])
                 raise LookupError
         except LookupError:
             pass
-        assert queue.dispatch_on(connection, [Transaction("keyed", key="k")])[0].transaction_id == "keyed"
+        assert queue.dispatch_on(connection, [Transaction(id="keyed", key="k")])[0].transaction_id == "keyed"
     try:
         with transaction.atomic():
             # The proxy that everybody imports, and what is behind it.
-            queue.dispatch_on(connections[DEFAULT_DB_ALIAS], [Transaction("rolled-back")])
-            assert queue.record_processed_on(connection, Transaction("marked"))
+            queue.dispatch_on(connections[DEFAULT_DB_ALIAS], [Transaction(id="rolled-back")])
+            assert queue.record_processed_on(connection, Transaction(id="marked"))
             raise LookupError
     except LookupError:
         pass
     with transaction.atomic():
-        first = queue.record_processed_on(connection, Transaction("marked"))
-        second = queue.record_processed_on(connection, Transaction("marked"))
+        first = queue.record_processed_on(connection, Transaction(id="marked"))
+        second = queue.record_processed_on(connection, Transaction(id="marked"))
     try:
-        queue.dispatch_on(connection, [Transaction("alone")])
+        queue.dispatch_on(connection, [Transaction(id="alone")])
     except ConfigurationError as error:
         print(json.dumps({"marks": [first, second], "refused": str(error)}))
 """
@@ -189,19 +190,19 @@ def test_django_commits_and_rolls_back_dispatches_inside_atomic(dsn, queue):
 @pytest.mark.spec("CNN-15")
 def test_the_statement_can_be_executed_by_hand(dsn, queue):
     with psycopg.connect(dsn) as connection:
-        connection.execute(*queue.dispatch_statement([Transaction("by-psycopg")]))
-    sql, parameters = queue.dispatch_statement([Transaction("by-django")], style="django")
+        connection.execute(*queue.dispatch_statement([Transaction(id="by-psycopg")]))
+    sql, parameters = queue.dispatch_statement([Transaction(id="by-django")], style="django")
     with psycopg.connect(dsn) as connection:
         connection.execute(sql, parameters)
     engine = sa.create_engine(to_driver_url(dsn, "psycopg"))
-    sql, parameters = queue.dispatch_statement([Transaction("by-SQLAlchemy")], style="sqlalchemy")
+    sql, parameters = queue.dispatch_statement([Transaction(id="by-SQLAlchemy")], style="sqlalchemy")
     with engine.begin() as connection:
         connection.execute(sa.text(sql), parameters)
     engine.dispose()
 
     async def run_by_asyncpg():
         connection = await asyncpg.connect(dsn)
-        sql, parameters = queue.dispatch_statement([Transaction("by-asyncpg")], style="asyncpg")
+        sql, parameters = queue.dispatch_statement([Transaction(id="by-asyncpg")], style="asyncpg")
         await connection.fetch(sql, *parameters)
         await connection.close()
 
@@ -213,7 +214,7 @@ def test_an_unknown_style_is_rejected_with_the_known_ones(queue):
     with pytest.raises(
         ConfigurationError, match="unknown style 'oracle': the styles are psycopg, sqlalchemy, asyncpg, django"
     ):
-        queue.dispatch_statement([Transaction("a")], style="oracle")
+        queue.dispatch_statement([Transaction(id="a")], style="oracle")
 
 
 # -- what a dispatch carries ----------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ def test_the_current_trace_is_attached_and_an_explicit_trace_is_kept(dsn, queue)
     tracer = TracerProvider().get_tracer("test")
     with psycopg.connect(dsn) as connection, tracer.start_as_current_span("request") as span:
         assert trace.get_current_span() is span
-        queue.dispatch_on(connection, [Transaction("stamped"), Transaction("own", trace=explicit)])
+        queue.dispatch_on(connection, [Transaction(id="stamped"), Transaction(id="own", trace=explicit)])
     traces = {one.id: one.trace for one in fetch_and_ack(queue)}
     assert f"{span.get_span_context().trace_id:032x}" in traces["stamped"]["traceparent"]
     assert traces["own"] == explicit
@@ -234,9 +235,9 @@ def test_the_current_trace_is_attached_and_an_explicit_trace_is_kept(dsn, queue)
 def test_one_unencodable_transaction_prevents_the_whole_dispatch_and_the_caller_can_continue(dsn, queue):
     with psycopg.connect(dsn) as connection:
         with pytest.raises(UnencodableError):
-            queue.dispatch_on(connection, [Transaction("good"), Transaction("bad", {1, 2})])
+            queue.dispatch_on(connection, [Transaction(id="good"), Transaction({1, 2}, id="bad")])
         queue.dispatch_on(connection, [])
-        queue.dispatch_on(connection, [Transaction("next")])
+        queue.dispatch_on(connection, [Transaction(id="next")])
     assert [one.id for one in fetch_and_ack(queue)] == ["next"]
 
 
@@ -248,9 +249,9 @@ def test_a_queue_without_a_row_is_created_in_the_same_database_transaction(dsn):
 
     queue = PostgresQueue("brand-new", dsn=dsn)
     with psycopg.connect(dsn) as connection:
-        queue.dispatch_on(connection, [Transaction("first")])
+        queue.dispatch_on(connection, [Transaction(id="first")])
         connection.rollback()
-        queue.dispatch_on(connection, [Transaction("second")])
+        queue.dispatch_on(connection, [Transaction(id="second")])
     assert [one.id for one in fetch_and_ack(queue)] == ["second"]
     queue.close()
 
@@ -262,7 +263,7 @@ def test_a_dispatch_wakes_a_waiting_consumer(dsn, queue):
         waiting = asyncio.create_task(queue.fetch_transactions_async(1, wait=30))
         connection = await asyncpg.connect(dsn)
         async with connection.transaction():
-            await queue.dispatch_on_async(connection, [Transaction("woken")])
+            await queue.dispatch_on_async(connection, [Transaction(id="woken")])
         await connection.close()
         deliveries = await asyncio.wait_for(waiting, 20)
         await queue.close_async()
@@ -278,9 +279,9 @@ def test_a_dispatch_wakes_a_waiting_consumer(dsn, queue):
 def test_an_object_that_is_not_a_connection_is_rejected_with_a_reason(queue, thing):
     message = "is not a connection of psycopg, SQLAlchemy, asyncpg or Django; dispatch_statement\\(\\)"
     with pytest.raises(ConfigurationError, match=message):
-        queue.dispatch_on(thing, [Transaction("a")])
+        queue.dispatch_on(thing, [Transaction(id="a")])
     with pytest.raises(ConfigurationError, match=message):
-        asyncio.run(queue.dispatch_on_async(thing, [Transaction("a")]))
+        asyncio.run(queue.dispatch_on_async(thing, [Transaction(id="a")]))
 
 
 @pytest.mark.parametrize("library", ASYNC_LIBRARIES)
@@ -290,7 +291,7 @@ def test_an_async_connection_is_rejected_by_the_sync_method(library, dsn, queue)
             with pytest.raises(
                 ConfigurationError, match="is an async connection; use the method whose name ends in _async"
             ):
-                queue.dispatch_on(connection, [Transaction("a")])
+                queue.dispatch_on(connection, [Transaction(id="a")])
 
     asyncio.run(dispatch())
     assert fetch_and_ack(queue) == []
@@ -300,7 +301,7 @@ def test_an_async_connection_is_rejected_by_the_sync_method(library, dsn, queue)
 def test_a_sync_connection_is_rejected_by_the_async_method(library, dsn, queue):
     message = "is a sync connection; use the method without _async"
     with SYNC_LIBRARIES[library](dsn) as (connection, _), pytest.raises(ConfigurationError, match=message):
-        asyncio.run(queue.dispatch_on_async(connection, [Transaction("a")]))
+        asyncio.run(queue.dispatch_on_async(connection, [Transaction(id="a")]))
     assert fetch_and_ack(queue) == []
 
 
@@ -310,16 +311,16 @@ def test_pools_and_engines_are_rejected_because_they_have_no_open_database_trans
     with psycopg_pool.ConnectionPool(dsn, min_size=1, open=True) as pool:
         for thing in (pool, engine):
             with pytest.raises(ConfigurationError, match="is not a connection"):
-                queue.dispatch_on(thing, [Transaction("a")])
+                queue.dispatch_on(thing, [Transaction(id="a")])
     engine.dispose()
 
     async def dispatch_async():
         async with asyncpg.create_pool(dsn, min_size=1) as pool:
             with pytest.raises(ConfigurationError, match="is not a connection"):
-                await queue.dispatch_on_async(pool, [Transaction("a")])
+                await queue.dispatch_on_async(pool, [Transaction(id="a")])
         engine = create_async_engine(to_driver_url(dsn, "asyncpg"))
         with pytest.raises(ConfigurationError, match="is not a connection"):
-            await queue.dispatch_on_async(engine, [Transaction("a")])
+            await queue.dispatch_on_async(engine, [Transaction(id="a")])
         await engine.dispose()
 
     asyncio.run(dispatch_async())
@@ -335,13 +336,13 @@ def test_a_sync_connection_in_autocommit_mode_is_rejected(dsn, queue):
         psycopg.connect(dsn, autocommit=True) as connection,
         pytest.raises(ConfigurationError, match=NO_TRANSACTION_ERROR),
     ):
-        queue.dispatch_on(connection, [Transaction("a")])
+        queue.dispatch_on(connection, [Transaction(id="a")])
     for options in ({"isolation_level": "AUTOCOMMIT"}, {"execution_options": {"isolation_level": "AUTOCOMMIT"}}):
         engine = sa.create_engine(to_driver_url(dsn, "psycopg"), **options)
         with engine.connect() as connection, pytest.raises(ConfigurationError, match=NO_TRANSACTION_ERROR):
-            queue.dispatch_on(connection, [Transaction("a")])
+            queue.dispatch_on(connection, [Transaction(id="a")])
         with Session(engine) as session, pytest.raises(ConfigurationError, match=NO_TRANSACTION_ERROR):
-            queue.dispatch_on(session, [Transaction("a")])
+            queue.dispatch_on(session, [Transaction(id="a")])
         engine.dispose()
     assert fetch_and_ack(queue) == []
 
@@ -351,19 +352,19 @@ def test_an_async_connection_in_autocommit_mode_is_rejected(dsn, queue):
     async def dispatch():
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
             with pytest.raises(ConfigurationError, match=NO_TRANSACTION_ERROR):
-                await queue.dispatch_on_async(connection, [Transaction("a")])
+                await queue.dispatch_on_async(connection, [Transaction(id="a")])
         connection = await asyncpg.connect(dsn)
         with pytest.raises(ConfigurationError, match=NO_TRANSACTION_ERROR):
-            await queue.dispatch_on_async(connection, [Transaction("a")])
+            await queue.dispatch_on_async(connection, [Transaction(id="a")])
         await connection.close()
         for driver in ("psycopg", "asyncpg"):
             engine = create_async_engine(to_driver_url(dsn, driver), isolation_level="AUTOCOMMIT")
             async with engine.connect() as connection:
                 with pytest.raises(ConfigurationError, match=NO_TRANSACTION_ERROR):
-                    await queue.dispatch_on_async(connection, [Transaction("a")])
+                    await queue.dispatch_on_async(connection, [Transaction(id="a")])
             async with AsyncSession(engine) as session:
                 with pytest.raises(ConfigurationError, match=NO_TRANSACTION_ERROR):
-                    await queue.dispatch_on_async(session, [Transaction("a")])
+                    await queue.dispatch_on_async(session, [Transaction(id="a")])
             await engine.dispose()
 
     asyncio.run(dispatch())
@@ -374,7 +375,7 @@ def test_an_error_of_the_callers_library_is_raised_without_the_payload(postgres,
     empty_database = postgres.create_database(f"bare_{queue.name[-8:]}")
     engine = sa.create_engine(to_driver_url(empty_database, "psycopg"))
     with engine.connect() as connection, pytest.raises(sa.exc.ProgrammingError) as caught:
-        queue.dispatch_on(connection, [Transaction("a", {"card": "4111-1111"})])
+        queue.dispatch_on(connection, [Transaction({"card": "4111-1111"}, id="a")])
     engine.dispose()
     assert "ergon" in str(caught.value)
     assert "4111" not in str(caught.value)

@@ -86,7 +86,7 @@ def to_ids(deliveries):
 
 @pytest.mark.spec("CNN-07")
 def test_a_message_that_succeeds_is_never_rewritten(dsn, queue):
-    queue.dispatch([Transaction("a"), Transaction("b")])
+    queue.dispatch([Transaction(id="a"), Transaction(id="b")])
     before = execute(dsn, "select id, ctid from ergon.ready where queue = %s order by id", queue_number(queue))
     deliveries = queue.fetch_transactions(2)
     assert execute(dsn, "select id, ctid from ergon.ready where queue = %s order by id", queue_number(queue)) == before
@@ -97,9 +97,9 @@ def test_a_message_that_succeeds_is_never_rewritten(dsn, queue):
 
 @pytest.mark.spec("CNN-07")
 def test_a_redelivered_message_moves_once_and_keeps_its_number(dsn, queue):
-    queue.dispatch([Transaction("a"), Transaction("b")])
+    queue.dispatch([Transaction(id="a"), Transaction(id="b")])
     first, second = queue.fetch_transactions(2)
-    queue.dispatch([Transaction("c")])
+    queue.dispatch([Transaction(id="c")])
     queue.settle([(first, Release()), (second, DeadLetter("declined"))])
     [letter] = queue.list_dead(DeadLetterQuery())
     queue.replay_dead([letter.handle])
@@ -116,7 +116,7 @@ def test_a_redelivered_message_moves_once_and_keeps_its_number(dsn, queue):
 
 @pytest.mark.spec("CNN-07")
 def test_a_message_claimed_by_a_dead_worker_moves_and_is_counted(dsn, queue):
-    queue.dispatch([Transaction("fresh")])
+    queue.dispatch([Transaction(id="fresh")])
     with open_queue(dsn, queue.name, lease=0.5) as dying:
         [delivery] = dying.fetch_transactions(10)
         assert delivery.deliveries == 1
@@ -129,7 +129,7 @@ def test_a_message_claimed_by_a_dead_worker_moves_and_is_counted(dsn, queue):
 
 @pytest.mark.spec("CNN-07")
 def test_a_claim_whose_session_ends_before_the_commit_has_claimed_nothing(dsn, queue):
-    queue.dispatch([Transaction("a")])
+    queue.dispatch([Transaction(id="a")])
     ((worker,),) = execute(dsn, statements.INSERT_WORKER.replace("%(lease)s", "30").replace("%(name)s", "'dying'"))
     dying = psycopg.connect(dsn)
     assert len(dying.execute(statements.CLAIM, make_claim(queue, worker)).fetchall()) == 1
@@ -142,7 +142,7 @@ def test_a_claim_whose_session_ends_before_the_commit_has_claimed_nothing(dsn, q
 
 @pytest.mark.spec("CNN-07")
 def test_a_claim_outside_read_committed_isolation_is_rejected(dsn, queue):
-    queue.dispatch([Transaction("a")])
+    queue.dispatch([Transaction(id="a")])
     with psycopg.connect(dsn) as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         with pytest.raises(psycopg.errors.InvalidTransactionState, match="read committed"):
@@ -158,7 +158,7 @@ def test_a_claim_outside_read_committed_isolation_is_rejected(dsn, queue):
 
 @pytest.mark.spec("CNN-07")
 def test_concurrent_partial_settlements_leave_no_claim_rows(dsn, queue):
-    queue.dispatch([Transaction(str(n)) for n in range(4)])
+    queue.dispatch([Transaction(id=str(n)) for n in range(4)])
     deliveries = queue.fetch_transactions(4)
     with ThreadPoolExecutor(4) as threads:
         # No worker gets its answer before all have asked, so each assumes that other claims are left.
@@ -173,7 +173,7 @@ def test_concurrent_partial_settlements_leave_no_claim_rows(dsn, queue):
         list(threads.map(lambda delivery: queue.settle([(delivery, Ack())]), deliveries))
         queue._claims.mark_settled = original
     assert len(list_claims(dsn, queue)) == 1
-    queue.dispatch([Transaction("last")])
+    queue.dispatch([Transaction(id="last")])
     queue.settle([(delivery, Ack()) for delivery in queue.fetch_transactions(1)])
     assert list_claims(dsn, queue) == []
 
@@ -181,7 +181,7 @@ def test_concurrent_partial_settlements_leave_no_claim_rows(dsn, queue):
 @pytest.mark.spec("CNN-07")
 def test_a_large_message_is_complete_after_every_move(queue):
     text = os.urandom(250_000).hex()
-    queue.dispatch([Transaction("large", {"text": text})])
+    queue.dispatch([Transaction({"text": text}, id="large")])
     for outcome in (Release(), Defer(0.0), DeadLetter("declined")):
         [delivery] = queue.fetch_transactions(10)
         assert delivery.transaction.payload == {"text": text}
@@ -193,7 +193,7 @@ def test_a_large_message_is_complete_after_every_move(queue):
 
 
 def test_ready_and_claimed_messages_are_both_in_the_queue(queue):
-    queue.dispatch([Transaction("held"), Transaction("ready")])
+    queue.dispatch([Transaction(id="held"), Transaction(id="ready")])
     queue.fetch_transactions(1)
     assert queue.find_queued(["held", "ready", "neither"]) == {"held", "ready"}
     depth = queue.depth()
@@ -202,7 +202,7 @@ def test_ready_and_claimed_messages_are_both_in_the_queue(queue):
 
 
 def test_the_age_is_that_of_the_dispatch_and_not_of_the_first_claim(dsn, queue):
-    queue.dispatch([Transaction("old")])
+    queue.dispatch([Transaction(id="old")])
     execute(
         dsn,
         "update ergon.ready set created_at = now() - interval '1 hour' where queue = %s returning id",
@@ -219,8 +219,8 @@ def test_the_age_is_that_of_the_dispatch_and_not_of_the_first_claim(dsn, queue):
 @pytest.mark.spec("CNN-07")
 def test_an_older_unclaimed_message_precedes_a_younger_redelivered_one_of_its_key(dsn, queue):
     with psycopg.connect(dsn) as connection:
-        queue.dispatch_on(connection, [Transaction("elder", key="k")])
-        queue.dispatch([Transaction("younger", key="k")])
+        queue.dispatch_on(connection, [Transaction(id="elder", key="k")])
+        queue.dispatch([Transaction(id="younger", key="k")])
         [younger] = queue.fetch_transactions(10)
     queue.settle([(younger, Release())])
     for name in ("elder", "younger"):
@@ -232,8 +232,8 @@ def test_an_older_unclaimed_message_precedes_a_younger_redelivered_one_of_its_ke
 @pytest.mark.spec("CNN-07")
 def test_a_message_blocked_by_its_key_stays_blocked_while_an_older_one_is_unclaimed(dsn, queue):
     with psycopg.connect(dsn) as connection:
-        queue.dispatch_on(connection, [Transaction("first", key="k")])
-        queue.dispatch([Transaction("second", key="k"), Transaction("third", key="k")])
+        queue.dispatch_on(connection, [Transaction(id="first", key="k")])
+        queue.dispatch([Transaction(id="second", key="k"), Transaction(id="third", key="k")])
         [second] = queue.fetch_transactions(10)
     assert second.transaction.id == "second"
     queue.settle([(second, Ack())])
@@ -247,7 +247,7 @@ def test_a_message_blocked_by_its_key_stays_blocked_while_an_older_one_is_unclai
 
 def test_a_message_of_another_producer_waits_for_its_key_like_any_other(dsn, queue):
     execute(dsn, "select ergon.send(%s, '{}', '{\"ergon-id\": \"theirs\"}', 'k')", queue.name)
-    queue.dispatch([Transaction("ours", key="k")])
+    queue.dispatch([Transaction(id="ours", key="k")])
     for name in ("theirs", "ours"):
         [delivery] = queue.fetch_transactions(10, wait=TIMEOUT_SECONDS)
         assert (delivery.transaction.id, delivery.receipt.key) == (name, "k")
@@ -267,7 +267,7 @@ def test_a_queue_has_the_same_number_in_every_database(postgres, dsn):
         assert queue_number(here) == queue_number(there) == expected_number("größer")
         # The queue opened here gets a message for the other database: the name in the message decides.
         with psycopg.connect(other) as connection:
-            here.dispatch_on(connection, [Transaction("a")])
+            here.dispatch_on(connection, [Transaction(id="a")])
         assert [transaction.id for transaction in fetch_and_ack(there)] == ["a"]
         assert fetch_and_ack(here) == []
 
@@ -280,7 +280,7 @@ def test_the_second_of_two_names_with_one_number_is_rejected(dsn):
         if names_by_number.setdefault(expected_number(name := f"queue-{n}"), name) != name
     )
     with open_queue(dsn, names_by_number[expected_number(name)]) as first:
-        first.dispatch([Transaction("a")])
+        first.dispatch([Transaction(id="a")])
         second = PostgresQueue(name, dsn=dsn)
         with pytest.raises(ConnectorError, match="give it another name"):
             second.open()
@@ -293,11 +293,11 @@ def test_the_second_of_two_names_with_one_number_is_rejected(dsn):
 def test_only_queues_with_a_waiting_worker_are_notified(dsn, queue, threshold):
     with psycopg.connect(dsn, autocommit=True) as listener, psycopg.connect(dsn, prepare_threshold=threshold) as caller:
         listener.execute("listen ergon")
-        queue.dispatch_on(caller, [Transaction("unheard")])
+        queue.dispatch_on(caller, [Transaction(id="unheard")])
         caller.commit()
         assert not list(listener.notifies(timeout=0.2))
         listener.execute(statements.REGISTER_LISTENER, {"queue": queue_number(queue), "listener": 1, "seconds": 60})
-        queue.dispatch_on(caller, [Transaction("heard")])
+        queue.dispatch_on(caller, [Transaction(id="heard")])
         caller.commit()
         notices = list(listener.notifies(timeout=TIMEOUT_SECONDS, stop_after=1))
         listener.execute(statements.UNREGISTER_LISTENER, {"queue": queue_number(queue), "listener": 1})

@@ -98,7 +98,7 @@ def dispatch_all(dsn, queue):
     with psycopg.connect(dsn) as connection:
         for number in range(PER_KEY):
             group = [
-                Transaction(f"{key}-{number}", number, key=f"k{key}", correlation=f"case-{key}", trace=PARENT)
+                Transaction(number, id=f"{key}-{number}", key=f"k{key}", correlation=f"case-{key}", trace=PARENT)
                 for key in range(KEY_COUNT)
             ]
             queue.dispatch_on(connection, group)
@@ -111,7 +111,7 @@ def make_producers(dsn, queue):
     def produce(key):
         with psycopg.connect(dsn) as connection:
             for number in range(PER_KEY):
-                queue.dispatch_on(connection, [Transaction(f"{key}-{number}", number, key=f"k{key}")])
+                queue.dispatch_on(connection, [Transaction(number, id=f"{key}-{number}", key=f"k{key}")])
                 if number % 4 == 3:
                     connection.commit()
 
@@ -214,7 +214,7 @@ def test_key_order_is_kept_while_many_dispatch_and_several_relays_run(variant, d
 @pytest.mark.spec("CNN-15")
 def test_a_relay_that_dies_between_dispatch_and_ack_sends_again_under_the_same_id(dsn, other_dsn):
     with open_queue(dsn) as source, open_queue(other_dsn, inbox=True) as target:
-        source.dispatch([Transaction("order-7")])
+        source.dispatch([Transaction(id="order-7")])
         [delivery] = source.fetch_transactions(1)
         target.dispatch([delivery.transaction])  # and then the process is gone
         with psycopg.connect(dsn, autocommit=True) as connection:
@@ -238,10 +238,10 @@ def test_a_transaction_that_waits_for_the_target_blocks_later_ones_of_its_key(ds
 
     policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
     with open_queue(dsn) as source:
-        source.dispatch([Transaction("first", key="k"), Transaction("second", key="k"), Transaction("free")])
+        source.dispatch([Transaction(id="first", key="k"), Transaction(id="second", key="k"), Transaction(id="free")])
         relay(source, UnavailableLog("down")).run(policy)
         assert is_called.is_set()
-        source.dispatch([Transaction("third", key="k")])
+        source.dispatch([Transaction(id="third", key="k")])
         report = relay(source, log).run(policy)
         assert report.started == 0
         assert source.depth().delayed >= 2

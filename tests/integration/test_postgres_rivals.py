@@ -72,7 +72,7 @@ def test_a_claim_sees_another_that_ends_during_its_poll(dsn, end):
         )
         # Once before there is anything, so that the executed plan is the one made then.
         assert claim(second, queue, workers[1], count=4) == []
-        queue.dispatch([Transaction(str(n)) for n in range(5)])
+        queue.dispatch([Transaction(id=str(n)) for n in range(5)])
         first_ids = claim(first, queue, workers[0], count=3)
         future = thread.submit(claim, second, queue, workers[1], count=4)
         lock_query = "select 1 from pg_locks where pid = %s and relation = 'ergon.claim'::regclass"
@@ -191,7 +191,7 @@ def test_every_message_has_one_owner_at_a_time_and_is_done_once(dsn):
         for start in range(0, MESSAGE_COUNT, 100):
             queue.dispatch(
                 [
-                    Transaction(str(n), key=f"k{n % KEY_COUNT}" if n % 10 == 0 else None)
+                    Transaction(id=str(n), key=f"k{n % KEY_COUNT}" if n % 10 == 0 else None)
                     for n in range(start, start + 100)
                 ]
             )

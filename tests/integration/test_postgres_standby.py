@@ -127,14 +127,14 @@ def test_a_synchronous_standby_loses_nothing_and_needs_no_warning(primary_and_st
 def promote_and_count_lost(primary, standby, *, is_lagging=True):
     """Return the number of confirmed transactions missing after the primary was killed and the standby promoted."""
     queue = PostgresQueue("orders", dsn=primary.dsn())
-    queue.dispatch([Transaction("before", {})])
+    queue.dispatch([Transaction({}, id="before")])
     with psycopg.connect(standby.dsn(), autocommit=True) as connection:
         wait_until(lambda: connection.execute("select count(*) from ergon.ready").fetchone() == (1,))
     receivers = standby.list_pids("walreceiver")
     assert len(receivers) == 1
     if is_lagging:
         os.kill(receivers[0], signal.SIGSTOP)
-    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(10)])
+    queue.dispatch([Transaction({}, id=f"order-{number}") for number in range(10)])
     primary.kill()
     queue.close()
     if is_lagging:

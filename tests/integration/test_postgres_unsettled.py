@@ -62,7 +62,7 @@ VARIANTS = pytest.mark.parametrize("variant", [ThreadClient, AsyncioClient], ids
 
 def dispatch(dsn, *names, keys=None):
     queue = PostgresQueue("orders", dsn=dsn)
-    queue.dispatch([Transaction(name, 1, key=keys) for name in names])
+    queue.dispatch([Transaction(1, id=name, key=keys) for name in names])
     queue.close()
 
 

@@ -80,7 +80,7 @@ def import_handler(tmp_path, monkeypatch, request):
 
 def _run_orders(module):
     """Run three orders; return the attempts of each, the dead letters with their reasons, and the success count."""
-    module.orders.dispatch([Transaction(card, {"card": card}) for card in ATTEMPTS_BY_CARD])
+    module.orders.dispatch([Transaction({"card": card}, id=card) for card in ATTEMPTS_BY_CARD])
     report = module.charge.run()
     if asyncio.iscoroutine(report):
         report = asyncio.run(report)

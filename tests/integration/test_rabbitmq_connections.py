@@ -69,7 +69,7 @@ def test_tls_verifies_the_authority_and_the_host_name(tls_server, tmp_path):
     authority, other = CertificateAuthority(tmp_path), CertificateAuthority(tmp_path / "other")
     server = tls_server(authority)
     queue = connect(server, "localhost", authority)
-    queue.dispatch([Transaction("order", {})])
+    queue.dispatch([Transaction({}, id="order")])
     assert queue.settle([(claim(queue)[0], Ack())]) == ["settled"]
     assert queue.list_dead(DeadLetterQuery()) == []
     queue.close()
@@ -110,14 +110,14 @@ def test_the_next_host_is_used_when_one_is_lost(new_rabbitmq):
     first, second = new_rabbitmq(), new_rabbitmq()
     hosts = f"127.0.0.1:{free_port()},127.0.0.1:{first.port},127.0.0.1:{second.port}"
     queue = RabbitMQQueue("orders", url=f"amqp://guest:guest@{hosts}//", timeout=5.0)
-    queue.dispatch([Transaction("first", {})])
+    queue.dispatch([Transaction({}, id="first")])
     assert [delivery.transaction.id for delivery in claim(queue)] == ["first"]
     assert queue.server_host == f"127.0.0.1:{first.port}"
     first.kill()
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         try:
-            queue.dispatch([Transaction("second", {})])
+            queue.dispatch([Transaction({}, id="second")])
             break
         except (ConnectionLostError, ConnectorError):
             assert time.monotonic() < deadline
@@ -186,7 +186,7 @@ def test_credentials_change_while_eight_workers_run(new_rabbitmq, tmp_path):
     workers = [start_worker(queue, handled, is_async=number % 2 == 1) for number, queue in enumerate(queues)]
     try:
         for rotation in range(ROTATIONS + 1):
-            batch = [Transaction(f"order-{rotation}-{n}", {}) for n in range(200)]
+            batch = [Transaction({}, id=f"order-{rotation}-{n}") for n in range(200)]
             deadline = time.monotonic() + TIMEOUT_SECONDS
             while True:  # the sender is disconnected too
                 try:

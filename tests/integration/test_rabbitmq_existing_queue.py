@@ -61,7 +61,7 @@ def claim(queue, count=1):
 
 
 def make_orders(count):
-    return [Transaction(f"order-{n}", {"n": n}) for n in range(count)]
+    return [Transaction({"n": n}, id=f"order-{n}") for n in range(count)]
 
 
 @pytest.mark.spec("CNN-02", "CNN-08", "CNN-09")

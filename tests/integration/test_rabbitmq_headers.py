@@ -72,7 +72,7 @@ def publish(rabbitmq):
 
 
 def make_orders(prefix):
-    return [Transaction(f"{prefix}-{number}", number) for number in range(10)]
+    return [Transaction(number, id=f"{prefix}-{number}") for number in range(10)]
 
 
 def wait_until(condition):

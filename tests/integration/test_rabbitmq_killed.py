@@ -50,7 +50,7 @@ def test_messages_confirmed_by_a_new_queue_survive_a_kill(new_rabbitmq):
     """The first dead letter and delay of a queue, and then the first dispatch to another queue."""
     server = new_rabbitmq()
     queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
-    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(2)])
+    queue.dispatch([Transaction({}, id=f"order-{number}") for number in range(2)])
     deferred, dead_lettered = claim(queue, 2)
     assert queue.settle([(dead_lettered, DeadLetter("why"))]) == [SettleResult.SETTLED]
     assert queue.settle([(deferred, Defer(0.3))]) == [SettleResult.SETTLED]
@@ -58,7 +58,7 @@ def test_messages_confirmed_by_a_new_queue_survive_a_kill(new_rabbitmq):
     assert [delivery.transaction.id for delivery in claim(queue, 1)] == [deferred.transaction.id]
     assert [record.id for record in queue.list_dead(DeadLetterQuery())] == [dead_lettered.transaction.id]
     other = RabbitMQQueue("parcels", url=server.url, timeout=5.0)
-    other.dispatch([Transaction("parcel", {})])
+    other.dispatch([Transaction({}, id="parcel")])
     server.restart(crash=True)
     assert [delivery.transaction.id for delivery in claim(other, 1)] == ["parcel"]
     queue.close()
@@ -72,7 +72,7 @@ def test_a_kill_after_settling_loses_nothing_and_returns_only_what_counts_a_deli
     server = new_rabbitmq()
     queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
     assert not queue.capabilities.confirms_settlements
-    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(MESSAGE_COUNT)])
+    queue.dispatch([Transaction({}, id=f"order-{number}") for number in range(MESSAGE_COUNT)])
     deliveries = claim(queue, MESSAGE_COUNT)
     if is_redelivered:
         server.restart(crash=True)

@@ -29,7 +29,7 @@ def queue(rabbitmq):
     queue = RabbitMQQueue(f"leaving-{uuid.uuid4().hex[:8]}", url=rabbitmq)
     queue.open()
     messages = [
-        new_message(queue.name, *JsonCodec().encode(Transaction(f"order-{n}", {})), ready_since=0.0)
+        new_message(queue.name, *JsonCodec().encode(Transaction({}, id=f"order-{n}")), ready_since=0.0)
         for n in range(MESSAGE_COUNT)
     ]
     for message in messages:

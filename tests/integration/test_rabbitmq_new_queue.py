@@ -52,7 +52,7 @@ def run_asyncio(queue):
 @pytest.mark.parametrize("run_task", [run_threads, run_asyncio])
 def test_every_message_of_a_new_queue_is_handled_once(rabbitmq, run_task, run_number):
     queue = RabbitMQQueue(f"new-{uuid.uuid4().hex[:8]}", url=rabbitmq)
-    queue.dispatch([Transaction(f"order-{n}", {"n": n}) for n in range(MESSAGE_COUNT)])
+    queue.dispatch([Transaction({"n": n}, id=f"order-{n}") for n in range(MESSAGE_COUNT)])
     handled, report = run_task(queue)
     depth = queue.depth()
     dead = queue.list_dead(DeadLetterQuery())

@@ -69,7 +69,9 @@ def drain(queue, count):
 @pytest.mark.parametrize("variant", ["sync", "async"])
 def test_a_relay_moves_everything_from_postgres(database, queue, variant):
     source = PostgresQueue("outbox", dsn=database)
-    source.dispatch([Transaction(f"order-{n}", {"n": n}, correlation=f"basket-{n}") for n in range(TRANSACTION_COUNT)])
+    source.dispatch(
+        [Transaction({"n": n}, id=f"order-{n}", correlation=f"basket-{n}") for n in range(TRANSACTION_COUNT)]
+    )
     make_relay = relay if variant == "sync" else relay_async
     task = make_relay(source, queue, policy=POLICY)
     run = task.run if variant == "sync" else lambda: asyncio.run(task.run())
@@ -86,7 +88,7 @@ def test_a_relay_moves_everything_from_postgres(database, queue, variant):
 
 @pytest.mark.spec("RUN-01")
 def test_ergon_run_consumes_and_stops(queue, tmp_path):
-    queue.dispatch([Transaction(f"order-{n}", {"n": n}) for n in range(3)])
+    queue.dispatch([Transaction({"n": n}, id=f"order-{n}") for n in range(3)])
     with ErgonProcess(tmp_path, APP_MODULE) as worker:
         for _ in range(3):
             worker.wait_for("charged")
@@ -106,7 +108,7 @@ def run_ergon(folder, *arguments):
 @pytest.mark.spec("CNN-08")
 def test_ergon_dlq_lists_replays_and_discards(queue, tmp_path):
     (tmp_path / "app.py").write_text(APP_MODULE.partition("def charge")[0], encoding="utf-8")
-    queue.dispatch([Transaction(f"order-{n}", {"n": n}) for n in range(3)])
+    queue.dispatch([Transaction({"n": n}, id=f"order-{n}") for n in range(3)])
     deliveries = []
     while len(deliveries) < 3:
         deliveries += queue.fetch_transactions(3, wait=0.2)

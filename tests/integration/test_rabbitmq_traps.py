@@ -47,7 +47,7 @@ def raw_channel(rabbitmq):
 
 
 def make_orders(count, **fields):
-    return [Transaction(f"order-{n}", {"n": n}, **fields) for n in range(count)]
+    return [Transaction({"n": n}, id=f"order-{n}", **fields) for n in range(count)]
 
 
 def claim(queue, count=1, *, timeout=TIMEOUT_SECONDS):
@@ -389,7 +389,7 @@ def test_an_ack_ends_no_message_of_another_channel(queue):
     queue.dispatch(make_orders(8))
     queue.settle([(delivery, Ack()) for delivery in claim(queue, 8)[:4]])
     queue._run(lose_channel)
-    queue.dispatch([Transaction(f"late-{n}", {"n": n}) for n in range(4)])
+    queue.dispatch([Transaction({"n": n}, id=f"late-{n}") for n in range(4)])
     deliveries = sorted(claim(queue, 8), key=lambda delivery: delivery.receipt.tag)
     assert queue.settle([(delivery, Ack()) for delivery in deliveries[4:]]) == [SettleResult.SETTLED] * 4
     queue.close()
@@ -432,12 +432,12 @@ def test_consumers_do_not_accumulate_in_the_client(queue):
 def test_priorities_are_those_of_the_server(rabbitmq, name, raw_channel):
     queue = RabbitMQQueue(name, url=rabbitmq, priority=lambda transaction: transaction.payload["n"])
     assert queue.capabilities.priority is None
-    queue.dispatch([Transaction(f"order-{n}", {"n": n}) for n in (0, 1, 27)])
+    queue.dispatch([Transaction({"n": n}, id=f"order-{n}") for n in (0, 1, 27)])
     assert queue.capabilities.priority is (raw_channel.connection._impl.server_properties["version"] >= "4")
     priorities = [raw_channel.basic_get(name)[1].priority for _ in range(3)]
     assert sorted(priority or 4 for priority in priorities) == [4, 5, 31]
     with pytest.raises(ConfigurationError, match="a priority of RabbitMQ must be between -4 and 27, not 28"):
-        queue.dispatch([Transaction("order-28", {"n": 28})])
+        queue.dispatch([Transaction({"n": 28}, id="order-28")])
     queue.close()
 
 
@@ -445,7 +445,7 @@ def test_priorities_are_those_of_the_server(rabbitmq, name, raw_channel):
 @pytest.mark.parametrize("variant", ["sync", "async"])
 def test_the_priority_of_a_transaction_is_sent_where_the_server_has_priorities(rabbitmq, name, raw_channel, variant):
     queue = RabbitMQQueue(name, url=rabbitmq)
-    urgent = Transaction("urgent", priority=3)
+    urgent = Transaction(id="urgent", priority=3)
 
     def dispatch():
         if variant == "sync":
@@ -468,7 +468,7 @@ def test_the_priority_of_a_transaction_is_sent_where_the_server_has_priorities(r
 
 @pytest.mark.spec("CNN-09")
 def test_a_delayed_message_of_another_producer_is_not_delivered_early(queue, name, raw_channel):
-    queue.dispatch([Transaction("first")])
+    queue.dispatch([Transaction(id="first")])
     (first,) = claim(queue)
     due = time.time() + 0.7
     headers = {

@@ -42,7 +42,7 @@ def client(server):
 
 
 def dispatch_transactions(queue, count):
-    queue.dispatch([Transaction(f"tx-{number}", {"number": number}) for number in range(count)])
+    queue.dispatch([Transaction({"number": number}, id=f"tx-{number}") for number in range(count)])
 
 
 def claim(queue, count=1):

@@ -34,7 +34,7 @@ def cluster():
 
 
 def make_transactions(count):
-    return [Transaction(f"tx-{number}", {"number": number}) for number in range(count)]
+    return [Transaction({"number": number}, id=f"tx-{number}") for number in range(count)]
 
 
 @pytest.mark.spec("CNN-01")

@@ -38,7 +38,7 @@ class Caller:
         return self._runner.run(getattr(self._bridge, f"{name}_async")(*arguments, **options))
 
     def dispatch(self, number=1):
-        return len(self.call("dispatch", [Transaction(f"order-{number}", number)]))
+        return len(self.call("dispatch", [Transaction(number, id=f"order-{number}")]))
 
     @property
     def host(self):

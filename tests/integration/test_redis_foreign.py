@@ -58,7 +58,7 @@ def test_plain_fields_of_another_producer_are_a_message(queues, client):
 def test_a_body_in_a_separate_field_and_an_id_among_the_others_are_read(queues, client):
     client.xadd("shop:paid", {"__data__": b'{"cents": 250}', "x-order": "7"})
     queue = queues("data", stream="shop:paid", body="__data__", codec=ForeignCodec(id=from_header("x-order")))
-    queue.dispatch([Transaction("ours", {"cents": 1})])
+    queue.dispatch([Transaction({"cents": 1}, id="ours")])
     theirs, ours = queue.fetch_transactions(5)
     assert (theirs.transaction.id, theirs.transaction.payload) == ("7", {"cents": 250})
     assert (ours.transaction.id, ours.transaction.payload) == ("ours", {"cents": 1})

@@ -36,7 +36,7 @@ def client(server):
 
 
 def make_transactions(count):
-    return [Transaction(f"tx-{number}", {"number": number}) for number in range(count)]
+    return [Transaction({"number": number}, id=f"tx-{number}") for number in range(count)]
 
 
 def count_connections(client):
@@ -52,7 +52,7 @@ def test_many_threads_share_sixteen_connections(queues, client):
     def send(number):
         try:
             for each in range(20):
-                queue.dispatch([Transaction(f"tx-{number}-{each}", {})])
+                queue.dispatch([Transaction({}, id=f"tx-{number}-{each}")])
         except Exception as error:
             errors.append(error)
 
@@ -175,7 +175,7 @@ def test_a_busy_queue_is_not_notified_and_a_waiting_one_is_notified_once(queues)
     unlisten = queue.listen(RecordingListener())
     assert queue.fetch_transactions(1) == []
     for number in range(50):
-        sender.dispatch([Transaction(f"tx-{number}", {})])
+        sender.dispatch([Transaction({}, id=f"tx-{number}")])
     wait_until(lambda: wake_times, "it rings")
     time.sleep(0.2)
     assert len(wake_times) == 1

@@ -32,7 +32,7 @@ def retry(call):
 
 
 def make_transactions(count, name="order"):
-    return [Transaction(f"{name}-{number}", number) for number in range(count)]
+    return [Transaction(number, id=f"{name}-{number}") for number in range(count)]
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -38,7 +38,7 @@ def client(server):
 
 
 def make_transactions(count, size=10):
-    return [Transaction(f"tx-{number}", {"text": "x" * size}) for number in range(count)]
+    return [Transaction({"text": "x" * size}, id=f"tx-{number}") for number in range(count)]
 
 
 @pytest.mark.spec("CNN-17")

@@ -53,7 +53,7 @@ def queues(server):
 
 
 def make_transactions(count):
-    return [Transaction(f"tx-{number}", {"number": number}) for number in range(count)]
+    return [Transaction({"number": number}, id=f"tx-{number}") for number in range(count)]
 
 
 @pytest.mark.spec("CNN-01", "RUN-01")
@@ -63,7 +63,7 @@ def test_ergon_run_handles_arriving_messages_and_exits_at_a_signal(tmp_path, ser
     queue.dispatch(make_transactions(1))
     with ErgonProcess(tmp_path, APP_TEMPLATE.format(name=queue.name, url=server.url, word=word)) as process:
         process.wait_for("handled 0")
-        queue.dispatch([Transaction("late", {"number": "late"})])
+        queue.dispatch([Transaction({"number": "late"}, id="late")])
         started_at = time.monotonic()
         process.wait_for("handled late")
         # It was notified: polling alone would have taken five seconds.

@@ -18,7 +18,7 @@ ENDPOINT_ENVIRONMENT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 APP_MODULE = """
 from ergon_framework import *
 queue = MemoryConnector("orders")
-queue.dispatch([Transaction(f"order-{n}", {}) for n in range(3)])
+queue.dispatch([Transaction({}, id=f"order-{n}") for n in range(3)])
 
 @consumer(queue)
 def task(order): ...

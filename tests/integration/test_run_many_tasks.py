@@ -89,7 +89,7 @@ class Shop:
         return self
 
     def dispatch(self, name, *ids, **payload):
-        self.queues[name].dispatch([Transaction(each, payload) for each in ids])
+        self.queues[name].dispatch([Transaction(payload, id=each) for each in ids])
 
     def run(self, *options):
         return ErgonProcess(self.folder, self.source, *options, command=("run", "app"))

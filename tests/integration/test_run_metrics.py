@@ -25,7 +25,7 @@ class Fed(MemoryConnector):
         while Path(f"more-{self.fed + 1}").exists():
             self.fed += 1
             now, name = time.time(), f"order-{os.getpid()}-{self.fed}"
-            self.dispatch([Transaction(f"{name}-{n}", {}, created_at=now) for n in range(10)])
+            self.dispatch([Transaction({}, id=f"{name}-{n}", created_at=now) for n in range(10)])
         if Path("die").exists() and Path("die").read_text() == str(os.getpid()):
             raise RuntimeError("a defect of the queue")
         return super().fetch_transactions(batch_size, **extra)

@@ -87,7 +87,7 @@ def test_an_idle_worker_is_ready_and_without_a_broker_it_is_live_but_not_ready(t
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_handler_that_blocks_the_event_loop_is_reported_and_the_process_is_not_live(tmp_path, processes):
     (tmp_path / "ergon.toml").write_text('[run.probes]\nevent_loop_timeout = 0.5\nfile = "probe"\ninterval = 0.05\n')
-    source = TASK_MODULE + "orders = queue.dispatch([Transaction('order-1')])\n"
+    source = TASK_MODULE + "orders = queue.dispatch([Transaction(id='order-1')])\n"
     source += "\n@consumer(queue, policy=RULES)\nasync def task(order):\n    hold()\n"
     with ErgonProcess(tmp_path, source, "--probe-port", "0", "--processes", processes) as process:
         port = wait_for_port(process)

@@ -150,7 +150,7 @@ def test_no_secret_of_an_error_leaves_the_process(broker, request, tmp_path, mon
     monkeypatch.syspath_prepend(tmp_path)
     orders.open()
     transactions = [
-        Transaction(f"{way}-{number}", {"form": form, "way": way})
+        Transaction({"form": form, "way": way}, id=f"{way}-{number}")
         for number, form in enumerate(FORMS)
         for way in ("dead", "wait")
     ]
@@ -193,8 +193,8 @@ def test_no_secret_of_a_payload_is_shown(request, tmp_path, monkeypatch):
     for number, (form, (note, _)) in enumerate(FORMS.items()):
         transactions = [
             Transaction(
-                f"{way}-{number}",
                 {"form": form, "way": way, "note": note},
+                id=f"{way}-{number}",
             )
             for way in ("key", "validation")
         ]
@@ -221,7 +221,7 @@ REDACTION_APP = """
 from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer
 
 orders = MemoryConnector("orders")
-orders.dispatch([Transaction("one", {})])
+orders.dispatch([Transaction({}, id="one")])
 
 
 @consumer(orders, policy=ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}}))
@@ -261,7 +261,7 @@ FORGING_APP = f"""
 from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer
 
 orders = MemoryConnector("orders")
-orders.dispatch([Transaction({"one" + FORGED_TEXT!r}, {{"text": {FORGED_TEXT!r}}})])
+orders.dispatch([Transaction({{"text": {FORGED_TEXT!r}}}, id={"one" + FORGED_TEXT!r})])
 
 
 @consumer(orders, policy=ConsumerPolicy.load({{"steps": {{"process": {{"retry": {{"max_attempts": 1}}}}}}}}))

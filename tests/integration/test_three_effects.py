@@ -255,7 +255,7 @@ def test_each_effect_exists_once_however_often_its_handler_was_killed(broker, da
     orders = {f"order-{number}": {"order": f"order-{number}", "amount": number} for number in range(ORDER_COUNT)}
     with Bank(events) as bank:
         prepare(tmp_path, queue, database, bank, monkeypatch)
-        queue.dispatch([Transaction(name, payload) for name, payload in orders.items()])
+        queue.dispatch([Transaction(payload, id=name) for name, payload in orders.items()])
         kill_run = KillRun(queue, database, events, bank)
         kill_run.kill_workers(random.Random(7))
         left_count = ORDER_COUNT - len(kill_run.read_counted())

@@ -85,7 +85,7 @@ def read_history(*arguments):
 
 
 def dispatch(queue, name="order-1", **fields):
-    queue.dispatch([Transaction(name, {"card": SECRET}, **fields)])
+    queue.dispatch([Transaction({"card": SECRET}, id=name, **fields)])
 
 
 def fetch_one(queue):
@@ -248,9 +248,9 @@ def charge(order):
 def refuse(order):
     return DeadLetter("declined")
 
-other.dispatch([Transaction("odd", {"card": "open-sesame"})])
+other.dispatch([Transaction({"card": "open-sesame"}, id="odd")])
 refuse.run()
-other.dispatch([Transaction("even", 2)])
+other.dispatch([Transaction(2, id="even")])
 """
 
 

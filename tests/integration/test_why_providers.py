@@ -76,7 +76,7 @@ class PaymentSetup:
 
     def run_transaction(self, name="order-1", *, max_deferral=3600, **fields):
         """Run one transaction and flush what is to be written."""
-        self.queue.dispatch([Transaction(name, {"card": SECRET}, **{"tenant": "acme"} | fields)])
+        self.queue.dispatch([Transaction({"card": SECRET}, id=name, **{"tenant": "acme"} | fields)])
         self.charge.run(ConsumerPolicy.load({"loop": {"max_deferral": max_deferral}}))
         self.provider_state.close()
 
@@ -242,7 +242,7 @@ def test_without_a_task_a_block_with_the_same_end_is_reported_as_a_guess(make_se
 def test_a_delay_that_an_attempt_requested_names_no_provider(make_setup, queue):
     setup = make_setup(FRAGILE_POLICY, has_metrics=False)
     setup.fail_calls("acme", "acme")
-    queue.dispatch([Transaction("order-1", {}, tenant="acme")])
+    queue.dispatch([Transaction({}, id="order-1", tenant="acme")])
     [delivery] = queue.fetch_transactions(1, wait=5.0)
     past = Attempt(attempt=0, category=Category.SYSTEM, error="no line", at=time.time(), delay=600.0)
     queue.settle([(delivery, Defer(600.0, attempts=1, history=(past,)))])
@@ -252,7 +252,7 @@ def test_a_delay_that_an_attempt_requested_names_no_provider(make_setup, queue):
 def test_a_closed_gate_is_why_a_ready_transaction_is_not_fetched(make_setup, queue, write_task_module):
     setup = make_setup(FRAGILE_POLICY.model_copy(update=SHARED_OPTIONS), has_metrics=False)
     setup.fail_calls("acme", "beta")
-    queue.dispatch([Transaction("order-1", {}, tenant="acme")])
+    queue.dispatch([Transaction({}, id="order-1", tenant="acme")])
     history = read_history("order-1", "--task", write_task_module(SHARED_OPTIONS))
     assert history["location"]["state"] == "ready"
     assert history["status"].endswith("; tasks that use pay fetch nothing while its breaker is open")
@@ -262,7 +262,7 @@ def test_a_closed_gate_is_why_a_ready_transaction_is_not_fetched(make_setup, que
 def test_a_breaker_of_one_tenant_closes_no_gate(make_setup, queue, write_task_module):
     setup = make_setup(FRAGILE_POLICY, has_metrics=False)
     setup.fail_calls("acme", "acme")
-    queue.dispatch([Transaction("order-1", {}, tenant="acme")])
+    queue.dispatch([Transaction({}, id="order-1", tenant="acme")])
     history = read_history("order-1", "--task", write_task_module({}))
     assert (history["location"]["state"], history["providers"]) == ("ready", [])
 
@@ -410,7 +410,7 @@ other = add_dead_letter(MemoryConnector("other"))
 
 def add_dead_letter(connector):
     """Return *connector* with the dead letter of a call."""
-    connector.dispatch([Transaction("odd", {"card": SECRET}, tenant="acme")])
+    connector.dispatch([Transaction({"card": SECRET}, id="odd", tenant="acme")])
     [delivery] = connector.fetch_transactions(1)
     failure = Failure(
         task_name="charge",

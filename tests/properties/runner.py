@@ -182,7 +182,7 @@ class RunRecorder:
             DeliveryState(position, transaction_plan.for_redelivery(call_counts, attempts=attempts), index)
         )
         transaction = Transaction(
-            transaction_plan.id, number, source=SOURCE, key=transaction_plan.key, attempts=attempts
+            number, id=transaction_plan.id, source=SOURCE, key=transaction_plan.key, attempts=attempts
         )
         return Delivery(transaction, number)
 
@@ -222,8 +222,8 @@ class RunRecorder:
         first_positions: dict[str, int] = {}
         return [
             Transaction(
-                transaction_plan.id,
                 first_positions.setdefault(transaction_plan.id, position),
+                id=transaction_plan.id,
                 source=SOURCE,
                 key=transaction_plan.key,
                 attempts=transaction_plan.attempts,

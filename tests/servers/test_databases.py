@@ -25,7 +25,7 @@ def execute(dsn, statement):
 def test_a_reused_database_is_empty_and_its_clients_are_disconnected(databases):
     first = databases.borrow()
     with open_queue(first, "orders") as queue:
-        queue.dispatch([Transaction("a", 1)])
+        queue.dispatch([Transaction(1, id="a")])
     execute(first, "insert into effect values ('a')")
     with psycopg.connect(first) as connection:
         connection.execute("select * from ergon.queue")

@@ -86,7 +86,7 @@ class FileQueue(Connector):
                     "update items set state = 'claimed', due = ?, deliveries = ?, token = ? where id = ?",
                     (time.time() + LEASE_SECONDS, deliveries + 1, token, name),
                 )
-                transaction = Transaction(name, {}, source=self.name)
+                transaction = Transaction({}, id=name, source=self.name)
                 claimed.append(Delivery(transaction, (name, token), deliveries + 1, time.monotonic() + LEASE_SECONDS))
         return claimed
 

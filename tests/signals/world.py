@@ -85,7 +85,7 @@ class MatrixRun:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def dispatch(self, count: int) -> None:
-        orders = [Transaction(f"order-{number:03}", {}) for number in range(1, count + 1)]
+        orders = [Transaction({}, id=f"order-{number:03}") for number in range(1, count + 1)]
         self.ids = {order.id for order in orders}
         self.queue.dispatch(orders)
 

@@ -71,7 +71,9 @@ def test_pages_contain_only_matches_of_the_query(adapter):
 @pytest.mark.spec("CNN-08")
 def test_a_replay_keeps_the_identity_and_resets_the_attempts(adapter):
     earlier = Attempt(attempt=0, category="SYSTEM", error="busy")
-    add_dead_letters(adapter, Transaction("a", {"n": 1}, correlation="basket", key="k", attempts=4, history=(earlier,)))
+    add_dead_letters(
+        adapter, Transaction({"n": 1}, id="a", correlation="basket", key="k", attempts=4, history=(earlier,))
+    )
     (record,) = adapter.list_dead(ALL_DEAD_LETTERS)
     assert list_outcomes(adapter.replay_dead([record.handle])) == [(record.handle, DeadLetterResult.REPLAYED)]
     assert list(adapter.list_dead(ALL_DEAD_LETTERS)) == []
@@ -175,7 +177,7 @@ def test_listing_the_dead_letters_of_a_log_takes_no_partition_over():
 
 def test_a_letter_that_cannot_be_written_stays_dead_and_the_result_says_why():
     queue = MemoryConnector("orders", codec=JsonCodec())
-    add_dead_letters(queue, Transaction("a", {"n": 1}), Transaction("b", {"n": 2}))
+    add_dead_letters(queue, Transaction({"n": 1}, id="a"), Transaction({"n": 2}, id="b"))
     first, second = queue.list_dead(ALL_DEAD_LETTERS)
     first.payload["n"] = object()  # as a handler that changed its payload
     failed, moved = queue.replay_dead([first.handle, second.handle])

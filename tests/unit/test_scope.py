@@ -15,7 +15,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.scope import Scope
 from ergon_framework.transaction import Transaction
 
-ORDER = Transaction("order-7", source="shop", tenant="acme", correlation="basket-3")
+ORDER = Transaction(id="order-7", source="shop", tenant="acme", correlation="basket-3")
 
 
 class Clock:
@@ -76,8 +76,8 @@ def test_a_scope_can_be_left():
 
 
 def test_a_transaction_without_a_correlation_correlates_by_its_id():
-    assert make_scope(Transaction("order-7")).correlation == "order-7"
-    assert make_scope(Transaction("order-7")).tenant is None
+    assert make_scope(Transaction(id="order-7")).correlation == "order-7"
+    assert make_scope(Transaction(id="order-7")).tenant is None
 
 
 # -- the deadline ---------------------------------------------------------------------------------

@@ -540,7 +540,8 @@ def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str
             problem = error
     header_id = headers.get("ergon-id")
     return DecodeResult(
-        Transaction(header_id if _is_valid_id(header_id) else _derive_id(body, headers), body, source=source), problem
+        Transaction(body, id=header_id if _is_valid_id(header_id) else _derive_id(body, headers), source=source),
+        problem,
     )
 
 

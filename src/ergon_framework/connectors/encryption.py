@@ -341,7 +341,7 @@ def reveal_envelope(keys: Keys | None, fields: dict[str, Any], headers: Mapping[
     errors = headers.get(ENCRYPTED_ERRORS)
     if keys is None or errors is None:
         return fields
-    transaction = Transaction(fields["id"], source=fields.get("source", ""))
+    transaction = Transaction(id=fields["id"], source=fields.get("source", ""))
     history, deferral = reveal_errors(keys, transaction, fields.get("history", ()), fields.get("deferral"), errors)
     return {**fields, "history": history, "deferral": deferral}
 

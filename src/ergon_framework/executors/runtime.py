@@ -190,7 +190,7 @@ class Runtime:
         context = request.context
         # The same id as in the orchestrator: ids that a handler derives here equal those derived in its process.
         transaction = Transaction(
-            request.job_id,
+            id=request.job_id,
             source=context.queue_name,
             type=request.function_name,
             created_at=context.enqueue_time.timestamp(),

@@ -140,8 +140,8 @@ def to_transaction(stored: StoredFact, codec: Codec) -> Transaction:
         if result.error is None:
             return result.transaction
     return Transaction(
-        envelope.message_id,
         {"subject": fact.subject, "predicate": fact.predicate, "object": fact.object},
+        id=envelope.message_id,
         source=envelope.from_zone,
         type=fact.predicate,
         key=fact.subject,

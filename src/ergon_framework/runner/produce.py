@@ -86,7 +86,7 @@ def parse_line(line: bytes, number: int, *, task: str) -> Transaction:
         raise InputError(f"line {number} of the input is not JSON: {error}; write one JSON value per line") from None
     if not (isinstance(value, Mapping) and {"id", "payload"} <= value.keys()):
         digest = hashlib.sha256(f"{task}\n{number}\n".encode() + line.strip())
-        return Transaction(digest.hexdigest()[:32], value, created_at=time.time())
+        return Transaction(value, id=digest.hexdigest()[:32], created_at=time.time())
     unknown = sorted(value.keys() - _ENVELOPE)
     if unknown:
         raise InputError(

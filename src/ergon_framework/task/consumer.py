@@ -25,8 +25,9 @@ from ergon_framework.engine.scheduler import Scheduler
 from ergon_framework.engine.threads import ThreadDriver
 from ergon_framework.gates import Gate
 from ergon_framework.task.context import choose_gates, choose_policy
-from ergon_framework.task.handler import convert_payload, read_payload_type, reject_async_handlers
+from ergon_framework.task.handler import reject_async_handlers
 from ergon_framework.task.middleware_calls import choose_middleware, wrap_lifecycle
+from ergon_framework.task.payload import convert_payload, read_payload_type
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.consume import ConnectorCalls, ConsumeLoop
 from ergon_framework.worker.events import LoopObserver, TransactionObserver

@@ -19,20 +19,19 @@ from ergon_framework.gates import Gate, Pause
 from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.handler import (
-    UNDECODABLE,
     HandlerFunction,
     HandlerKind,
     TaskServices,
     bind_handler,
     bind_work,
-    is_async,
     validate_handler,
 )
 from ergon_framework.task.keywords import apply_consumer_keywords, apply_producer_keywords, refuse_unknown_keywords
 from ergon_framework.task.middleware import AsyncMiddleware, Middleware
+from ergon_framework.task.payload import UNDECODABLE
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.send import Sender
-from ergon_framework.task.signature import callable_name
+from ergon_framework.task.signature import callable_name, is_async
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import TransactionException
 from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy

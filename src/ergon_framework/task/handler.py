@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Annotated, Any, Final, TypeAlias
 
-from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.task.payload import PayloadReader
 from ergon_framework.task.signature import (
@@ -23,9 +22,9 @@ from ergon_framework.task.signature import (
     Parameter,
     accepts,
     callable_name,
+    is_async,
     is_conflict,
     is_optional,
-    list_parameters,
     read_signature,
     show,
 )
@@ -40,8 +39,6 @@ class _RawPayloadMarker:
 #: Annotates the parameter of a failure handler that gets the payload as it arrived, whether or not it fits its type.
 RawPayload: TypeAlias = Annotated[Any, _RawPayloadMarker()]
 
-#: The reason of a dead letter whose payload does not fit its type, as of one that is not JSON.
-UNDECODABLE: Final = "undecodable"
 _PAYLOAD_NAME: Final = "payload"
 
 
@@ -296,49 +293,7 @@ class _Binder:
         )
 
 
-# -- methods ----------------------------------------------------------------------------------------
-
-
-def read_payload_type(method: Callable[..., Any]) -> PayloadReader | None:
-    """Return the reader for the type that ``Transaction[...]`` of a method's signature names; None without one."""
-    for parameter in list_parameters(method, None)[:1]:
-        if parameter.payload_type is not MISSING:
-            return PayloadReader.for_annotation(parameter.payload_type, owner=callable_name(method))
-    return None
-
-
-def convert_payload(
-    method: Callable[..., Any], reader: PayloadReader | None, *, is_failure: bool = False
-) -> Callable[..., Any]:
-    """Return *method* with its transaction's payload read by *reader*; unchanged without a reader.
-
-    A failure handler is not called for a payload that does not fit: the transaction is dead-lettered.
-    """
-    if reader is None:
-        return method
-
-    def call(transaction: Transaction, *extra: Any) -> Any:
-        if is_failure and not reader.is_valid(transaction):
-            return DeadLetter(UNDECODABLE)
-        return method(transaction.replace(payload=reader.read(transaction)), *extra)
-
-    return _make_async(call) if is_async(method) else call
-
-
-def _make_async(call: Callable[..., Any]) -> Callable[..., Any]:
-    async def call_async(transaction: Transaction, *extra: Any) -> Any:
-        result = call(transaction, *extra)
-        return await result if inspect.isawaitable(result) else result
-
-    return call_async
-
-
 # -- functions --------------------------------------------------------------------------------------
-
-
-def is_async(fn: Any) -> bool:
-    """Return whether calling *fn* returns an awaitable."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004 - it is inspected, not tested
 
 
 def validate_handler(fn: Any) -> None:

@@ -6,6 +6,7 @@ plain JSON differently by default: bytes are base64 here, and fields are found b
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any, Final
@@ -14,11 +15,15 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic_core import SchemaValidator, core_schema
 
+from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.connectors.payload_json import PayloadError, encode_payload
 from ergon_framework.errors import Category, ConfigurationError, explain_fault
+from ergon_framework.task.signature import MISSING, callable_name, is_async, list_parameters
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import TransactionException
 
+#: The reason of a dead letter whose payload does not fit its type, as of one that is not JSON.
+UNDECODABLE: Final = "undecodable"
 _BASE64: Final = core_schema.CoreConfig(val_json_bytes="base64")
 #: The keys of a node under which there are other nodes: one, a list, or a dictionary of them.
 _CHILD_KEYS: Final = (
@@ -212,3 +217,40 @@ def _iter_paths(alias: Any) -> Iterator[list[str | int]]:
         yield from alias
     elif alias:
         yield alias
+
+
+# -- methods ----------------------------------------------------------------------------------------
+
+
+def read_payload_type(method: Callable[..., Any]) -> PayloadReader | None:
+    """Return the reader for the type that ``Transaction[...]`` of a method's signature names; None without one."""
+    for parameter in list_parameters(method, None)[:1]:
+        if parameter.payload_type is not MISSING:
+            return PayloadReader.for_annotation(parameter.payload_type, owner=callable_name(method))
+    return None
+
+
+def convert_payload(
+    method: Callable[..., Any], reader: PayloadReader | None, *, is_failure: bool = False
+) -> Callable[..., Any]:
+    """Return *method* with its transaction's payload read by *reader*; unchanged without a reader.
+
+    A failure handler is not called for a payload that does not fit: the transaction is dead-lettered.
+    """
+    if reader is None:
+        return method
+
+    def call(transaction: Transaction, *extra: Any) -> Any:
+        if is_failure and not reader.is_valid(transaction):
+            return DeadLetter(UNDECODABLE)
+        return method(transaction.replace(payload=reader.read(transaction)), *extra)
+
+    return _make_async(call) if is_async(method) else call
+
+
+def _make_async(call: Callable[..., Any]) -> Callable[..., Any]:
+    async def call_async(transaction: Transaction, *extra: Any) -> Any:
+        result = call(transaction, *extra)
+        return await result if inspect.isawaitable(result) else result
+
+    return call_async

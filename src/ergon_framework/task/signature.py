@@ -123,3 +123,8 @@ def show(annotation: Any) -> str:
 def callable_name(fn: Any) -> str:
     """Return the name of *fn*; for objects and partial functions, the name of their class or function."""
     return str(getattr(fn, "__name__", None) or getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__))
+
+
+def is_async(fn: Any) -> bool:
+    """Return whether calling *fn* returns an awaitable."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004 - it is inspected, not tested

@@ -27,10 +27,10 @@ def exercise(dsn: str) -> None:
 def _deliver(queue: PostgresQueue) -> None:
     """The urgent one first, one of a key at a time, and back again by a release and a delay."""
     sent = [
-        Transaction("plain", {"n": 1}),
-        Transaction("urgent", {"n": 2}, type="urgent"),
-        Transaction("first", {"n": 3}, key="k"),
-        Transaction("second", {"n": 4}, key="k"),
+        Transaction({"n": 1}, id="plain"),
+        Transaction({"n": 2}, id="urgent", type="urgent"),
+        Transaction({"n": 3}, id="first", key="k"),
+        Transaction({"n": 4}, id="second", key="k"),
     ]
     assert [confirmed.transaction_id for confirmed in queue.dispatch(sent)] == ["plain", "urgent", "first", "second"]
     claimed = {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(1)}
@@ -48,7 +48,7 @@ def _deliver(queue: PostgresQueue) -> None:
 
 
 def _dead_letter_and_replay(queue: PostgresQueue) -> None:
-    queue.dispatch([Transaction("doomed", {"n": 5}), Transaction("hopeless", {"n": 6})])
+    queue.dispatch([Transaction({"n": 5}, id="doomed"), Transaction({"n": 6}, id="hopeless")])
     dead = queue.fetch_transactions(10, wait=5.0)
     _settle(queue, *((delivery, DeadLetter("declined")) for delivery in dead))
     letters = {record.id: record for record in queue.list_dead(DeadLetterQuery(reason="declined"))}
@@ -61,7 +61,7 @@ def _dead_letter_and_replay(queue: PostgresQueue) -> None:
 
 
 def _recognize_duplicate(queue: PostgresQueue) -> None:
-    queue.dispatch([Transaction("doomed", {"n": 7})])
+    queue.dispatch([Transaction({"n": 7}, id="doomed")])
     (duplicate,) = queue.fetch_transactions(10, wait=5.0)
     assert duplicate.done
     _settle(queue, (duplicate, Ack()))

@@ -12,6 +12,6 @@ configure_otlp("web")
 orders = RabbitMQQueue(os.environ["QUEUE"])
 for number in range(2):
     with trace.get_tracer("web").start_as_current_span("place order", attributes={"order": number}):
-        orders.dispatch([Transaction(f"order-{number}", {"number": number})])
+        orders.dispatch([Transaction({"number": number}, id=f"order-{number}")])
 orders.close()
 trace.get_tracer_provider().shutdown()

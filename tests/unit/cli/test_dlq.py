@@ -30,9 +30,9 @@ from ergon_framework import BusinessError, MemoryConnector, Transaction, consume
 
 orders = MemoryConnector("orders")
 orders.dispatch([
-    Transaction("order-1", {"card": "secret-1"}, type="order", tenant="acme", correlation="basket", key="c1"),
-    Transaction("order-2", {"card": "secret-2"}, type="refund"),
-    Transaction("order-3", {"card": "secret-3"}, type="order"),
+    Transaction({"card": "secret-1"}, id="order-1", type="order", tenant="acme", correlation="basket", key="c1"),
+    Transaction({"card": "secret-2"}, id="order-2", type="refund"),
+    Transaction({"card": "secret-3"}, id="order-3", type="order"),
 ])
 
 @consumer(orders)
@@ -94,7 +94,7 @@ def add_dead_letters(connector, *transactions, reason="bad"):
 
 
 def make_transactions(count):
-    return [Transaction(f"t-{number}", "good") for number in range(count)]
+    return [Transaction("good", id=f"t-{number}") for number in range(count)]
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def test_show_prints_every_field_and_the_payload_only_on_request(app_folder):
         task_name="charge", reason_code="x", error_type="OSError", error_message="gone", attempts=2, occurred_at=1.0,
         transaction_id="a", category="SYSTEM", trace_id="f" * 32, history=(earlier,), step="process",
     )  # fmt: skip
-    shop.connector.dispatch([Transaction("a", "secret", tenant="acme", created_at=0.0, expires_at=1e99)])
+    shop.connector.dispatch([Transaction("secret", id="a", tenant="acme", created_at=0.0, expires_at=1e99)])
     (delivery,) = shop.connector.fetch_transactions(1)
     shop.connector.settle([(delivery, DeadLetter("x", failure))])
     output = shop.run("show", "a").stdout
@@ -232,7 +232,7 @@ def test_the_type_of_an_error_is_printed_once():
 
 def test_show_prints_every_dead_letter_of_one_transaction(app_folder):
     shop = register_app(MemoryConnector("orders"))
-    add_dead_letters(shop.connector, Transaction("a"), Transaction("a"), Transaction("b"))
+    add_dead_letters(shop.connector, Transaction(id="a"), Transaction(id="a"), Transaction(id="b"))
     assert [record["entry"] for record in shop.json("show", "a")] == ["1", "2"]
 
 
@@ -245,7 +245,7 @@ def test_show_of_an_unknown_id_fails_and_names_the_list_command(shop):
 
 def test_nothing_that_a_terminal_would_obey_is_printed(app_folder):
     shop = register_app(MemoryConnector("orders"))
-    add_dead_letters(shop.connector, Transaction("a\x1b[2J\nb", "\x1b]0;x\x07", type="t\r"), reason="r\x9b")
+    add_dead_letters(shop.connector, Transaction("\x1b]0;x\x07", id="a\x1b[2J\nb", type="t\r"), reason="r\x9b")
     for arguments in (["list", "--payload"], ["show", "a\x1b[2J\nb", "--payload"], ["replay", "--all", "--dry-run"]):
         output = shop.run(*arguments).output
         assert not {"\x1b", "\x07", "\r", "\x9b"} & set(output)
@@ -253,7 +253,7 @@ def test_nothing_that_a_terminal_would_obey_is_printed(app_folder):
 
 
 def test_on_a_terminal_a_list_is_a_table_and_a_reason_is_no_markup(shop, monkeypatch, capsys):
-    add_dead_letters(shop.connector, Transaction("order-4"), reason="[bold]late")
+    add_dead_letters(shop.connector, Transaction(id="order-4"), reason="[bold]late")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(dlq_view, "Console", lambda: Console(force_terminal=True, width=150))
     dlq_view.show_list(shop.connector.dead_letters, payload=False)
@@ -265,7 +265,7 @@ def test_on_a_terminal_a_list_is_a_table_and_a_reason_is_no_markup(shop, monkeyp
 @pytest.mark.parametrize("payload", [object(), {1: {2}}, float("nan"), {"a": float("inf")}, b"\xff", "\ud800"])
 def test_a_payload_that_json_cannot_represent_is_still_shown(app_folder, payload):
     shop = register_app(MemoryConnector("orders"))
-    add_dead_letters(shop.connector, Transaction("a", payload))
+    add_dead_letters(shop.connector, Transaction(payload, id="a"))
     for command in (["list"], ["show", "a"]):
         assert shop.run(*command, "--payload").exit_code == 0
         (line,) = shop.run(*command, "--payload", "--json").stdout.splitlines()
@@ -277,7 +277,7 @@ def test_a_payload_that_contains_itself_is_still_shown(app_folder):
     shop = register_app(MemoryConnector("orders"))
     payload = []
     payload.append(payload)
-    add_dead_letters(shop.connector, Transaction("a", payload))
+    add_dead_letters(shop.connector, Transaction(payload, id="a"))
     assert shop.json("list", "--payload")[0]["payload"] == "[[...]]"
     assert "[[...]]" in shop.run("show", "a", "--payload").stdout
 
@@ -381,7 +381,7 @@ def test_letters_moved_by_another_process_are_reported_and_are_no_failure(app_fo
 
 def test_a_letter_that_is_dead_lettered_again_meanwhile_is_not_replayed_again(app_folder):
     shop = register_app(HookedConnector())
-    add_dead_letters(shop.connector, Transaction("a", "bad"), Transaction("b", "bad"), Transaction("c", "bad"))
+    add_dead_letters(shop.connector, Transaction("bad", id="a"), Transaction("bad", id="b"), Transaction("bad", id="c"))
 
     def dead_letter_again():
         batch = shop.connector.fetch_transactions(9)
@@ -511,9 +511,9 @@ def test_a_canary_with_too_many_failures_stops_the_rest(app_folder, max_failed, 
     shop = register_app(MemoryConnector("orders"))
     add_dead_letters(
         shop.connector,
-        Transaction("a", "bad"),
-        Transaction("b", "good"),
-        Transaction("c", "bad"),
+        Transaction("bad", id="a"),
+        Transaction("good", id="b"),
+        Transaction("bad", id="c"),
         *make_transactions(3),
     )
     with running_worker(shop.connector):
@@ -547,7 +547,7 @@ def test_a_canary_that_could_not_even_be_moved_has_failed(app_folder):
 
 def test_an_earlier_second_dead_letter_is_no_failure_of_the_canary(app_folder):
     shop = register_app(MemoryConnector("orders"))
-    add_dead_letters(shop.connector, Transaction("a", "good"), Transaction("a", "good"))
+    add_dead_letters(shop.connector, Transaction("good", id="a"), Transaction("good", id="a"))
     with running_worker(shop.connector):
         (summary,) = shop.json("replay", "--all", "--canary", "1")
     assert summary["canary"] == {"succeeded": 1, "failed": 0, "waiting": 0}
@@ -604,7 +604,7 @@ class CountOnlyConnector(MemoryConnector):
 @pytest.mark.parametrize("payload, code", [("good", DlqExit.OK), ("bad", DlqExit.CANARY)])
 def test_an_empty_queue_shows_that_the_canary_has_ended(app_folder, payload, code):
     shop = register_app(CountOnlyConnector("orders"))
-    add_dead_letters(shop.connector, Transaction("a", payload), Transaction("b", "good"))
+    add_dead_letters(shop.connector, Transaction(payload, id="a"), Transaction("good", id="b"))
     with running_worker(shop.connector):
         result = shop.run("replay", "--all", "--canary", "1", "--canary-wait", "3600s")
     assert result.exit_code == code

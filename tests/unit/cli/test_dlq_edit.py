@@ -52,7 +52,7 @@ def shop(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     import editapp  # noqa: PLC0415 - written above
 
-    editapp.orders.dispatch([Transaction("order-1", PAYLOAD, correlation="basket", key="ada", tenant="acme")])
+    editapp.orders.dispatch([Transaction(PAYLOAD, id="order-1", correlation="basket", key="ada", tenant="acme")])
     editapp.charge.run(ConsumerPolicy())
     yield editapp
     sys.modules.pop("editapp")
@@ -228,7 +228,7 @@ def test_a_queue_without_a_task_takes_any_payload_unless_a_task_is_named(shop):
 
 
 def test_the_place_selects_among_letters_with_one_id(shop):
-    shop.orders.dispatch([Transaction("order-1", {"total": 500, "customer": {"name": "Eve"}})])
+    shop.orders.dispatch([Transaction({"total": 500, "customer": {"name": "Eve"}}, id="order-1")])
     shop.charge.run(ConsumerPolicy())
     first, second = list_dead_letters(shop.orders)
     result = edit("--set", "total=1", code=DlqExit.USAGE)
@@ -243,7 +243,7 @@ def test_an_unknown_id_is_reported(shop):
 
 
 def test_an_undecodable_payload_is_replaced_only_by_a_file(shop):
-    shop.orders.dispatch([Transaction("order-2", b"\xff")])
+    shop.orders.dispatch([Transaction(b"\xff", id="order-2")])
     [delivery] = shop.orders.fetch_transactions(1)
     shop.orders.settle([(delivery, DeadLetter("undecodable"))])
     assert "pass --file FILE" in edit("--set", "total=1", name="order-2", code=DlqExit.USAGE).stderr

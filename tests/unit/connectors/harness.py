@@ -128,7 +128,7 @@ class OnlyAsync(_ConnectorWrapper, AsyncConnector):
 
 
 def make_orders(*ids, **fields):
-    return [Transaction(name, {"order": name}, **fields) for name in ids]
+    return [Transaction({"order": name}, id=name, **fields) for name in ids]
 
 
 def ids_of(deliveries):

@@ -92,7 +92,7 @@ def test_every_header_is_a_string_within_its_length(transaction):
 
 
 def test_default_values_are_not_written_as_headers():
-    assert CODEC.encode(Transaction("order-7")) == (b"null", {"ergon-id": "order-7"})
+    assert CODEC.encode(Transaction(id="order-7")) == (b"null", {"ergon-id": "order-7"})
 
 
 def test_the_source_is_the_queue_where_no_header_names_one():
@@ -101,7 +101,7 @@ def test_the_source_is_the_queue_where_no_header_names_one():
 
 
 def test_times_are_rfc_3339_in_utc():
-    _, headers = CODEC.encode(Transaction("order-7", created_at=1767225599.25))
+    _, headers = CODEC.encode(Transaction(id="order-7", created_at=1767225599.25))
     assert headers["ergon-created-at"] == "2025-12-31T23:59:59.250000Z"
 
 
@@ -114,13 +114,13 @@ def test_every_notation_of_utc_is_parsed(text):
 
 def test_the_last_ten_attempts_are_encoded():
     history = tuple(Attempt(attempt=number, category=Category.SYSTEM) for number in range(15))
-    body, headers = CODEC.encode(Transaction("order-7", history=history))
+    body, headers = CODEC.encode(Transaction(id="order-7", history=history))
     assert CODEC.decode(body, headers).history == history[-10:]
 
 
 def test_a_history_that_is_too_long_loses_its_oldest():
     history = tuple(Attempt(attempt=number, category=Category.SYSTEM, error="ü" * 500) for number in range(10))
-    body, headers = CODEC.encode(Transaction("order-7", history=history))
+    body, headers = CODEC.encode(Transaction(id="order-7", history=history))
     decoded_history = CODEC.decode(body, headers).history
     assert 0 < len(decoded_history) < 10
     assert decoded_history == history[-len(decoded_history) :]
@@ -131,7 +131,7 @@ def test_unknown_headers_are_ignored():
 
 
 def test_only_w3c_trace_headers_are_encoded():
-    _, headers = CODEC.encode(Transaction("order-7", trace={"traceparent": "00-a-b-01", "x-b3": "1"}))
+    _, headers = CODEC.encode(Transaction(id="order-7", trace={"traceparent": "00-a-b-01", "x-b3": "1"}))
     assert headers == {"ergon-id": "order-7", "traceparent": "00-a-b-01"}
 
 
@@ -253,7 +253,7 @@ def test_each_codec_has_its_own_size_limit():
     with pytest.raises(UndecodableError, match="is 11 bytes, the maximum is 10"):
         small.decode(b'"123456789"', HEADERS)
     with pytest.raises(UnencodableError, match="is 11 bytes, the maximum is 10"):
-        small.encode(Transaction("order-7", "123456789"))
+        small.encode(Transaction("123456789", id="order-7"))
     assert JsonCodec().max_bytes == 1024 * 1024
 
 
@@ -284,7 +284,7 @@ def test_an_error_shows_no_payload_not_even_through_its_causes(body):
 )
 def test_a_payload_that_json_cannot_represent_is_unencodable(payload):
     with pytest.raises(UnencodableError, match="order-7") as caught:
-        CODEC.encode(Transaction("order-7", payload))
+        CODEC.encode(Transaction(payload, id="order-7"))
     assert caught.value.__context__ is None
 
 
@@ -302,7 +302,7 @@ def test_the_body_of_an_undecodable_message_is_not_encoded_as_a_value():
     undecodable = decode(CODEC, b"not JSON", {}, source="orders").transaction
     with pytest.raises(UnencodableError, match="could not be decoded"):
         encode_unchanged(CODEC, undecodable)
-    assert encode_unchanged(CODEC, Transaction("order-7", {"a": 1})) == (b'{"a":1}', HEADERS)
+    assert encode_unchanged(CODEC, Transaction({"a": 1}, id="order-7")) == (b'{"a":1}', HEADERS)
     assert encode_unchanged(BytesCodec(), undecodable)[0] == b"not JSON"
 
 
@@ -310,7 +310,7 @@ def test_a_payload_that_contains_itself_is_unencodable():
     payload: list = []
     payload.append(payload)
     with pytest.raises(UnencodableError):
-        CODEC.encode(Transaction("order-7", payload))
+        CODEC.encode(Transaction(payload, id="order-7"))
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_every_field_of_a_transaction_but_the_payload_has_a_header():
 
 
 def test_the_value_of_an_absent_header_is_the_transaction_default():
-    bare = Transaction("order-7")
+    bare = Transaction(id="order-7")
     assert all(getattr(bare, row.field) == row.default for row in WIRE if row.field not in ("id", "trace"))
 
 
@@ -479,7 +479,7 @@ def test_the_earliest_time_of_a_delivery_is_read_from_the_headers_alone(headers,
 
 @pytest.mark.parametrize("priority", [True, 1.5, 10**9])
 def test_a_priority_that_the_header_cannot_hold_is_not_encoded(priority):
-    transaction = Transaction("order-7")
+    transaction = Transaction(id="order-7")
     # The constructor rejects the wrong types already; a subclass may not.
     object.__setattr__(transaction, "priority", priority)
     with pytest.raises(UnencodableError, match="priority of transaction 'order-7' does not fit"):

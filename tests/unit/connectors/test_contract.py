@@ -108,7 +108,7 @@ def test_dispatch_confirms_one_by_one_in_order(adapter):
 @pytest.mark.spec("CNN-03")
 def test_a_transaction_arrives_as_it_was_sent(adapter):
     transaction = Transaction(
-        "a", {"n": [1]}, source="shop", key="k", tenant="t", correlation="c", trace={"traceparent": "x"}
+        {"n": [1]}, id="a", source="shop", key="k", tenant="t", correlation="c", trace={"traceparent": "x"}
     )
     adapter.dispatch([transaction])
     assert adapter.fetch_transactions(1)[0].transaction == transaction
@@ -218,7 +218,7 @@ class PlainConnector(Connector, AsyncConnector):
 
 
 def test_extend_without_renewal_returns_lease_ends_and_never_none():
-    deliveries = [Delivery(Transaction("a"), 1, 1, 5.0), Delivery(Transaction("b"), 2)]
+    deliveries = [Delivery(Transaction(id="a"), 1, 1, 5.0), Delivery(Transaction(id="b"), 2)]
     assert PlainConnector().extend(deliveries) == [5.0, float("inf")]
     assert asyncio.run(PlainConnector().extend_async(deliveries)) == [5.0, float("inf")]
 

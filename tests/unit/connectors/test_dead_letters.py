@@ -13,8 +13,8 @@ from ergon_framework.transaction import Transaction
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 FULL_TRANSACTION = Transaction(
-    "order-7",
     {"total": 12},
+    id="order-7",
     source="shop",
     type="order.placed",
     schema_version=2,
@@ -47,7 +47,7 @@ def make_record(transaction=FULL_TRANSACTION, failure=FAILURE, **extra):
 
 @pytest.mark.spec("CNN-08")
 @pytest.mark.parametrize(
-    "transaction", [FULL_TRANSACTION, Transaction("raw", b"\xff\x00"), Transaction("bare")], ids=repr
+    "transaction", [FULL_TRANSACTION, Transaction(b"\xff\x00", id="raw"), Transaction(id="bare")], ids=repr
 )
 def test_a_record_survives_json_and_restores_its_transaction(transaction):
     stored = make_record(transaction, headers={"ergon-id": "x"})
@@ -72,8 +72,8 @@ def test_a_record_has_transaction_reason_deliveries_and_time():
 def test_the_trace_id_is_that_of_the_failure_or_else_of_the_message():
     assert make_record().trace_id == "f" * 32
     assert make_record(failure=None).trace_id == TRACE_ID
-    assert make_record(Transaction("a"), failure=None).trace_id is None
-    assert make_record(Transaction("a", trace={"traceparent": "nonsense"}), failure=None).trace_id is None
+    assert make_record(Transaction(id="a"), failure=None).trace_id is None
+    assert make_record(Transaction(id="a", trace={"traceparent": "nonsense"}), failure=None).trace_id is None
 
 
 def test_a_replay_keeps_everything_except_attempts_and_history():

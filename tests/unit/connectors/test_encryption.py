@@ -47,7 +47,7 @@ def make_codec(keys: str = OLD_KEY, **options: bool) -> EncryptingCodec:
 
 
 def make_order(**fields: object) -> Transaction:
-    return Transaction("order-1", {"card": "4111"}, **{"source": "shop", "tenant": "acme", **fields})
+    return Transaction({"card": "4111"}, id="order-1", **{"source": "shop", "tenant": "acme", **fields})
 
 
 # -- keys -------------------------------------------------------------------------------------------
@@ -292,6 +292,6 @@ def test_an_undecodable_message_is_stored_unchanged(headers):
 
 def test_typed_payloads_are_encrypted_as_they_are_encoded():
     payload = {"at": datetime(2026, 1, 31, tzinfo=UTC), "card": {b"4111"}, "total": Decimal("1.50")}
-    body, headers = make_codec().encode(Transaction("order-7", payload, source="orders"))
+    body, headers = make_codec().encode(Transaction(payload, id="order-7", source="orders"))
     decoded = make_codec().decode(body, headers)
     assert decoded.payload == {"at": "2026-01-31T00:00:00Z", "card": ["NDExMQ=="], "total": "1.50"}

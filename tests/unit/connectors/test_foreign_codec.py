@@ -195,7 +195,7 @@ def test_the_trace_of_a_foreign_producer_is_continued():
 
 
 def test_a_message_with_the_frameworks_headers_is_decoded_by_them():
-    transaction = Transaction("order-7", {"id": "other"}, source="shop", key="k", type="order", attempts=2)
+    transaction = Transaction({"id": "other"}, id="order-7", source="shop", key="k", type="order", attempts=2)
     codec = ForeignCodec(id=from_json_pointer("/id"), key=from_json_pointer("/id"), type="foreign")
     assert codec.decode(*JsonCodec().encode(transaction)) == transaction
     assert codec.decode(*codec.encode(transaction)) == transaction
@@ -211,7 +211,7 @@ def test_foreign_messages_are_handled_by_id_and_those_without_one_are_dead_lette
     )
     orders.inject(b'{"order": {"id": 7}}', {"customer": "c"})
     orders.inject(b'{"order": {}}', {"customer": "c"})
-    orders.dispatch([Transaction("ours", {"order": {}})])
+    orders.dispatch([Transaction({"order": {}}, id="ours")])
     seen = []
 
     @consumer(orders)

@@ -210,7 +210,7 @@ def test_one_failed_settlement_affects_no_other(queue, clock):
     (stale,) = queue.fetch_transactions(1)
     clock.advance(30.0)
     one, two, three, four, five = queue.fetch_transactions(5)
-    foreign = Delivery(Transaction("x"), "foreign receipt")
+    foreign = Delivery(Transaction(id="x"), "foreign receipt")
     settlings = [
         (one, Ack()),
         (stale, Ack()),
@@ -235,7 +235,7 @@ def test_an_unencodable_later_fails_alone():
 def test_dispatch_with_an_unencodable_transaction_adds_nothing():
     queue = MemoryConnector(codec=JsonCodec())
     with pytest.raises(UnencodableError):
-        queue.dispatch([*make_orders("a"), Transaction("b", object())])
+        queue.dispatch([*make_orders("a"), Transaction(object(), id="b")])
     assert queue.depth().ready == 0
 
 
@@ -244,7 +244,7 @@ def test_dispatch_with_an_unencodable_transaction_adds_nothing():
 
 @pytest.mark.spec("CNN-08")
 def test_a_dead_letter_can_be_listed_replayed_and_discarded(queue):
-    queue.dispatch([Transaction("a", {"n": 1}, correlation="basket", attempts=4)])
+    queue.dispatch([Transaction({"n": 1}, id="a", correlation="basket", attempts=4)])
     settle_all(queue, queue.fetch_transactions(1), DeadLetter("declined"))
     (record,) = queue.dead_letters
     assert (record.id, record.reason, record.deliveries, record.at, record.queue) == (
@@ -271,7 +271,7 @@ def test_a_dead_letter_can_be_listed_replayed_and_discarded(queue):
 
 
 def test_an_id_that_is_dead_lettered_twice_has_two_records(queue):
-    queue.dispatch([Transaction("a", 1), Transaction("a", 2)])
+    queue.dispatch([Transaction(1, id="a"), Transaction(2, id="a")])
     settle_all(queue, queue.fetch_transactions(2), DeadLetter("bad"))
     queue.replay_dead([queue.dead_letters[0].handle])
     assert [delivery.transaction.payload for delivery in queue.fetch_transactions(2)] == [1]
@@ -515,7 +515,7 @@ def test_many_threads_settle_every_message_once():
 @pytest.mark.spec("CON-48")
 def test_the_source_of_a_dispatched_transaction_defaults_to_its_queue():
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("7"), Transaction("8", source="shop")])
+    queue.dispatch([Transaction(id="7"), Transaction(id="8", source="shop")])
     assert [delivery.transaction.source for delivery in queue.fetch_transactions(2)] == ["orders", "shop"]
 
 
@@ -526,7 +526,11 @@ def test_the_source_of_a_dispatched_transaction_defaults_to_its_queue():
 def test_a_delayed_dispatch_is_ready_at_its_time_and_never_before(clock):
     queue = MemoryConnector("orders", clock=clock, wall=clock)
     queue.dispatch(
-        [Transaction("late", not_before=clock.now + 60), Transaction("now"), Transaction("past", not_before=1.0)]
+        [
+            Transaction(id="late", not_before=clock.now + 60),
+            Transaction(id="now"),
+            Transaction(id="past", not_before=1.0),
+        ]
     )
     deliveries = queue.fetch_transactions(10)
     assert ids_of(deliveries) == ["now", "past"]
@@ -541,7 +545,7 @@ def test_a_delayed_dispatch_is_ready_at_its_time_and_never_before(clock):
 @pytest.mark.spec("CNN-08")
 def test_a_replayed_or_replaced_dead_letter_is_due_at_once(clock):
     queue = MemoryConnector("orders", clock=clock, wall=clock)
-    queue.dispatch([Transaction("a", not_before=clock.now + 1, priority=0)])
+    queue.dispatch([Transaction(id="a", not_before=clock.now + 1, priority=0)])
     clock.advance(2.0)
     (delivery,) = queue.fetch_transactions(1)
     assert delivery.transaction.not_before is not None

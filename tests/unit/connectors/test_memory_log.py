@@ -62,7 +62,7 @@ def test_records_are_delivered_in_order_with_partition_offset_generation_and_tur
 
 def test_records_of_one_key_are_in_one_partition_in_order(clock):
     log = MemoryLog(partitions=4, clock=clock)
-    sent = [Transaction(f"{number}", key=f"key-{number % 5}") for number in range(50)]
+    sent = [Transaction(id=f"{number}", key=f"key-{number % 5}") for number in range(50)]
     partitions_by_key = {}
     for transaction, confirmation in zip(sent, log.dispatch(sent), strict=True):
         partitions_by_key.setdefault(transaction.key, set()).add(confirmation.detail["partition"])
@@ -77,7 +77,7 @@ def test_the_partition_of_a_key_is_the_same_in_every_process():
         "from ergon_framework.testing.memory_log import LogRecords\n"
         "from ergon_framework.transaction import Transaction\n"
         "log = LogRecords(16)\n"
-        "print([log.append(Transaction('x', key=f'key-{n}'), 0.0).partition for n in range(20)])"
+        "print([log.append(Transaction(id='x', key=f'key-{n}'), 0.0).partition for n in range(20)])"
     )
     outputs = {
         subprocess.run(
@@ -171,7 +171,7 @@ def test_a_revoked_partition_fences_its_claims_and_is_redelivered(log, settlemen
 def test_revoking_one_partition_does_not_affect_the_others(clock):
     log = MemoryLog(partitions=2, clock=clock)
     for partition in (0, 1):
-        log.records.partitions[partition].append((Transaction("x"), 0.0))
+        log.records.partitions[partition].append((Transaction(id="x"), 0.0))
     deliveries = log.fetch_transactions(10)
     log.revoke(1)
     results = dict(
@@ -268,7 +268,7 @@ def test_a_due_record_of_a_revoked_partition_is_redelivered(log, clock):
 
 @pytest.mark.spec("CNN-08")
 def test_dead_letters_are_in_the_side_store_and_are_replayed_to_the_end(log):
-    log.dispatch([Transaction("a", {"n": 1}, attempts=3), *make_orders("b")])
+    log.dispatch([Transaction({"n": 1}, id="a", attempts=3), *make_orders("b")])
     settle_all(log, log.fetch_transactions(1), DeadLetter("declined"))
     assert [(record.id, record.reason, record.at) for record in log.dead_letters] == [("a", "declined", 1.5e9)]
     assert log.store.list_dead(DeadLetterQuery(), after=None, limit=9) == log.dead_letters
@@ -289,7 +289,7 @@ def test_one_failed_settlement_affects_no_other(log):
 
     log.dispatch(make_orders("a", "b", "c"))
     one, two, three = log.fetch_transactions(3)
-    foreign = Delivery(Transaction("x"), 7)
+    foreign = Delivery(Transaction(id="x"), 7)
     settlings = [(one, Ack()), (one, Ack()), (foreign, Ack()), (two, UnknownSettlement()), (three, Ack())]
     assert log.settle(settlings) == [SETTLED, LOST, LOST, FAILED, SETTLED]
 
@@ -399,7 +399,7 @@ def test_capabilities_describe_the_log(log):
 def test_a_claim_from_the_side_store_stays_valid_while_its_record_is_passed():
     records, side = LogRecords(1), MemoryLogConsumerStore()
     client = MemoryLog(records=records, store=side)
-    client.dispatch([Transaction(f"t-{number}") for number in range(3)])
+    client.dispatch([Transaction(id=f"t-{number}") for number in range(3)])
     _, two, _ = client.fetch_transactions(3)
     client.settle([(two, Defer(0.0))])
     successor = MemoryLog(records=records, store=side)

@@ -135,8 +135,8 @@ INDIA = timezone(timedelta(hours=5, minutes=30))
 )
 def test_every_value_has_one_encoding(value: Any, expected: str) -> None:
     assert encode_payload(value).decode() == expected
-    assert JsonCodec().encode(Transaction("order-7", value))[0].decode() == expected
-    assert ForeignCodec(id=from_header("x")).encode(Transaction("order-7", value))[0].decode() == expected
+    assert JsonCodec().encode(Transaction(value, id="order-7"))[0].decode() == expected
+    assert ForeignCodec(id=from_header("x")).encode(Transaction(value, id="order-7"))[0].decode() == expected
 
 
 def test_fields_of_a_model_whose_sets_contain_models_are_written_one_by_one() -> None:
@@ -226,7 +226,7 @@ def test_an_error_names_the_path_and_the_type_and_no_value(payload: Any, problem
     with pytest.raises(PayloadError, match=problem) as caught:
         encode_payload(payload)
     with pytest.raises(UnencodableError, match="order-7") as wrapped:
-        JsonCodec().encode(Transaction("order-7", payload))
+        JsonCodec().encode(Transaction(payload, id="order-7"))
     assert str(caught.value) in str(wrapped.value)
     assert wrapped.value.__context__ is None
     assert SECRET not in f"{caught.value} {wrapped.value}"
@@ -239,9 +239,9 @@ def nest(value: Any, depth: int) -> Any:
 
 
 def test_the_limit_of_depth_counts_converted_values() -> None:
-    JsonCodec().encode(Transaction("order-7", nest(frozenset({b"a"}), MAX_DEPTH - 1)))
+    JsonCodec().encode(Transaction(nest(frozenset({b"a"}), MAX_DEPTH - 1), id="order-7"))
     with pytest.raises(UnencodableError, match="nested more than 64 levels deep"):
-        JsonCodec().encode(Transaction("order-7", nest(frozenset({b"a"}), MAX_DEPTH)))
+        JsonCodec().encode(Transaction(nest(frozenset({b"a"}), MAX_DEPTH), id="order-7"))
     with pytest.raises(PayloadError, match=r"0\.0.*… is nested more than 64 levels deep"):
         encode_payload(nest(object(), MAX_DEPTH + 1))
 

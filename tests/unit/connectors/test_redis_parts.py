@@ -74,7 +74,7 @@ class BodyHeaderCodec(JsonCodec):
 def test_a_header_cannot_have_the_name_of_the_body_field():
     messages = Messages(BodyHeaderCodec(), name="odd", body_field="body")
     with pytest.raises(UnencodableError, match="like the body"):
-        messages.encode_fields(Transaction("tx", {}))
+        messages.encode_fields(Transaction({}, id="tx"))
 
 
 class FakeClock:
@@ -104,7 +104,7 @@ def test_a_missing_message_was_settled_here_only_while_its_lease_lasts():
     messages = Messages(JsonCodec(), name="orders", body_field="body")
     claims = ClaimManager(queue_keys, messages, consumer="me", lease=10.0, limits=FetchLimits(MAX_FETCH_BYTES))
     settler = RedisSettler(queue_keys, claims, codec=JsonCodec(), clock=clock)
-    delivery = Delivery(Transaction("tx", {}), RedisReceipt(b"1-0", "me", 1, 1), lease_until=10.0)
+    delivery = Delivery(Transaction({}, id="tx"), RedisReceipt(b"1-0", "me", 1, 1), lease_until=10.0)
     assert settle_with_reply(settler, (delivery, Ack()), b"l") is SettleResult.LOST
     settler.mark_unknown([(delivery, Ack())])
     assert settle_with_reply(settler, (delivery, Defer(1.0)), b"l") is SettleResult.LOST

@@ -42,7 +42,7 @@ class BatchConnector(SimpleConnector):
 
 
 def transactions(*names: str) -> list[Transaction]:
-    return [Transaction(name, {"name": name}) for name in names]
+    return [Transaction({"name": name}, id=name) for name in names]
 
 
 @pytest.fixture(params=["threads", "asyncio"])
@@ -133,7 +133,7 @@ def test_a_generator_is_read_up_to_the_batch_size() -> None:
         def fetch(self, batch_size: int, **extra: Any) -> Iterator[Transaction]:
             while True:
                 self.read += 1
-                yield Transaction(str(self.read))
+                yield Transaction(id=str(self.read))
 
     source = Endless("endless")
     assert [delivery.transaction.id for delivery in source.fetch_transactions(3)] == ["1", "2", "3"]
@@ -141,7 +141,7 @@ def test_a_generator_is_read_up_to_the_batch_size() -> None:
 
 
 def test_the_queue_is_the_source_of_a_transaction_that_has_none() -> None:
-    source = BatchConnector([Transaction("a"), Transaction("b", source="elsewhere")])
+    source = BatchConnector([Transaction(id="a"), Transaction(id="b", source="elsewhere")])
     assert [each.transaction.source for each in source.fetch_transactions(2)] == ["numbers", "elsewhere"]
 
 

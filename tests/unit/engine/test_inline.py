@@ -104,7 +104,7 @@ def test_a_self_timed_call_gets_its_value_or_a_framework_error(variant):
 
 
 def test_a_timed_out_call_is_abandoned_and_its_scope_cancelled(variant):
-    inner = Scope(Transaction("1"), "process", 0)
+    inner = Scope(Transaction(id="1"), "process", 0)
     seen = []
 
     def script(clock, sleep):
@@ -128,7 +128,7 @@ def test_a_sleep_lasts_until_its_time_and_a_past_one_does_not_wait(variant):
 
 
 def test_a_handler_sees_the_callers_variables_and_its_scope_and_changes_neither(variant):
-    inner = Scope(Transaction("1"), "process", 0)
+    inner = Scope(Transaction(id="1"), "process", 0)
     seen = []
 
     def record_state():
@@ -145,7 +145,7 @@ def test_a_handler_sees_the_callers_variables_and_its_scope_and_changes_neither(
 
 
 def test_a_handler_without_its_own_scope_runs_in_that_of_the_caller(variant):
-    outer, inner = (Scope(Transaction(name), "process", 0) for name in ("outer", "inner"))
+    outer, inner = (Scope(Transaction(id=name), "process", 0) for name in ("outer", "inner"))
 
     def script(clock, sleep):
         without_scope = yield Call("x", make_handler(variant, sleep, scope.current), (0,), clock() + 9)
@@ -324,7 +324,7 @@ def find_uncollected(kind, act):
 
 def test_an_exception_in_the_wait_stops_the_script_and_is_raised_at_its_end():
     answers = []
-    inner = Scope(Transaction("1"), "process", 0)
+    inner = Scope(Transaction(id="1"), "process", 0)
 
     class WaitError(Exception):
         pass
@@ -404,7 +404,9 @@ def test_a_cancellation_stops_the_script_and_is_raised_at_its_end():
     answers = []
 
     def script(loop):
-        answers.append((yield Call("x", asyncio.sleep, (50,), loop.time() + 99, Scope(Transaction("1"), "process", 0))))
+        answers.append(
+            (yield Call("x", asyncio.sleep, (50,), loop.time() + 99, Scope(Transaction(id="1"), "process", 0)))
+        )
         answers.append((yield Call("record", asyncio.sleep, (0.1, "concluded"))).value)
 
     async def main():

@@ -15,7 +15,7 @@ from ergon_framework.failure import Deferral
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.policies import RetryPolicy
 
-TRANSACTION = Transaction("1")
+TRANSACTION = Transaction(id="1")
 
 
 def make_timeout_error(step: Step, overrun: Overrun, lifetime: float | None) -> ErgonError:
@@ -96,7 +96,7 @@ def test_an_attempt_is_a_call_within_its_own_scope() -> None:
 
 @pytest.mark.spec("DX-10")
 def test_every_attempt_gets_the_payload_as_delivered() -> None:
-    harness = StepHarness(transaction=(original := Transaction("1", {"lines": [1]})))
+    harness = StepHarness(transaction=(original := Transaction({"lines": [1]}, id="1")))
     for _ in range(3):
         (transaction, _), scope = harness.effect.args, harness.effect.scope
         assert transaction.payload == {"lines": [1]}

@@ -107,7 +107,7 @@ class ScriptProbe:
 
 
 def make_call(until: float = NEVER, **options: Any) -> Call:
-    return Call("x", abs, (1,), until, Scope(Transaction("1"), "x", 0), **options)
+    return Call("x", abs, (1,), until, Scope(Transaction(id="1"), "x", 0), **options)
 
 
 @pytest.fixture

@@ -428,7 +428,7 @@ def test_a_handler_runs_in_its_scope_and_its_context(harness: ThreadsHarness) ->
     variable = contextvars.ContextVar("variable", default="unset")
     context = contextvars.copy_context()
     context.run(variable.set, "given")
-    call_scope = Scope(Transaction("1"), "x", 0)
+    call_scope = Scope(Transaction(id="1"), "x", 0)
 
     def handler(number: int) -> Any:
         return number, variable.get(), scope.current()

@@ -510,7 +510,13 @@ def test_a_handler_has_the_scope_of_its_job(variant):
 
     context = {"attempt": 3, "queue_name": "orders"}
     outcome = run_handler(read_scope if variant == "sync" else read_scope_async, context=context)
-    assert outcome.result == ["job-1", 2, "process", "orders", Transaction("job-1", source="orders").derive("charge")]
+    assert outcome.result == [
+        "job-1",
+        2,
+        "process",
+        "orders",
+        Transaction(id="job-1", source="orders").derive("charge"),
+    ]
     assert scope.current() is None
 
 

@@ -33,7 +33,7 @@ POLICY = ConsumerPolicy.load({"loop": {"concurrency": {"value": 4}}, "steps": {"
 def run_consumer(variant, handler, *payloads, policy=POLICY, command=COMMAND, pool=POOL):
     """Run a function consumer over *payloads*; what its handlers were told, by transaction."""
     connector, results = MemoryConnector("orders"), {}
-    connector.dispatch([Transaction(str(number), payload) for number, payload in enumerate(payloads)])
+    connector.dispatch([Transaction(payload, id=str(number)) for number, payload in enumerate(payloads)])
 
     if variant == "sync":
 
@@ -175,7 +175,7 @@ class AsyncClassTask(AsyncConsumerMixin, AsyncTask):
 @pytest.mark.parametrize("kind", [ClassTask, AsyncClassTask])
 def test_a_task_of_the_class_form_keeps_its_lifespan_services_and_name(kind):
     connector = MemoryConnector("orders")
-    connector.dispatch([Transaction("1", "value")])
+    connector.dispatch([Transaction("value", id="1")])
     task = kind(connector, policy=POLICY)
     isolated_task = run_in_executor(task, COMMAND, handler="echo", pool=POOL)
     report = isolated_task.run() if kind is ClassTask else asyncio.run(isolated_task.run())

@@ -87,7 +87,7 @@ def test_a_caller_stopped_during_a_wait_does_not_retry():
 
 
 def test_a_cancelled_attempt_appends_nothing():
-    outer = Scope(Transaction("order-7"), "process", 0)
+    outer = Scope(Transaction(id="order-7"), "process", 0)
     outer.cancel()
     driver = ScriptDriver(Ok("confirmed"), outer=outer)
     with pytest.raises(PublishError, match="cancelled or timed out") as caught:
@@ -97,7 +97,7 @@ def test_a_cancelled_attempt_appends_nothing():
 
 
 def test_an_attempt_whose_deadline_passes_during_its_upload_appends_nothing():
-    outer = Scope(Transaction("order-7"), "process", 0, deadline=5.0, clock=lambda: 0.0)
+    outer = Scope(Transaction(id="order-7"), "process", 0, deadline=5.0, clock=lambda: 0.0)
     driver = ScriptDriver(Ok(STORED), Ok("confirmed"), takes=6.0, artifact=UPLOAD, outer=outer)
     with pytest.raises(PublishError, match="append_fact was not started"):
         driver.run()

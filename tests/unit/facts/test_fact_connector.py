@@ -39,7 +39,7 @@ def make_connector(store, side=None, **options):
 
 
 def make_transactions(count):
-    return [Transaction(f"t-{number}", {"number": number}) for number in range(1, count + 1)]
+    return [Transaction({"number": number}, id=f"t-{number}") for number in range(1, count + 1)]
 
 
 @pytest.mark.spec("FAC-01")
@@ -75,18 +75,18 @@ def test_false_labels_do_not_change_the_transaction():
 def test_dispatching_an_id_again_adds_nothing():
     store = MemoryBoundary()
     client = make_connector(store)
-    first, second = (client.dispatch([Transaction("t-1", 7)])[0] for _ in range(2))
+    first, second = (client.dispatch([Transaction(7, id="t-1")])[0] for _ in range(2))
     assert (first.duplicate, second.duplicate) == (False, True)
     assert first.detail["offset"] == second.detail["offset"] == 1
     with pytest.raises(FactConflict):
-        client.dispatch([Transaction("t-1", 8)])
+        client.dispatch([Transaction(8, id="t-1")])
     assert client.capabilities.deduplicates_ids
 
 
 def test_an_invalid_fact_is_rejected_before_any_fact_is_sent():
     store = MemoryBoundary()
     with pytest.raises(InvalidFactError, match="outside ±2"):
-        make_connector(store).dispatch([Transaction("t-1", 1), Transaction("t-2", 2**60)])
+        make_connector(store).dispatch([Transaction(1, id="t-1"), Transaction(2**60, id="t-2")])
     assert store.last_offset(PAIR) is None
 
 
@@ -204,7 +204,7 @@ def test_a_consumer_detects_that_its_store_was_restored():
     with pytest.raises(EpochChanged, match="restored from a backup"):
         client.fetch_transactions(1)
     side.epoch = None
-    client.dispatch([Transaction("t-3")])
+    client.dispatch([Transaction(id="t-3")])
     assert [each.transaction.id for each in client.fetch_transactions(5)] == ["t-3"]
 
 
@@ -218,7 +218,7 @@ def test_the_state_of_one_epoch_does_not_apply_to_another():
     client.close()
     other = MemoryBoundary()
     client = make_connector(other, side)
-    client.dispatch([Transaction(f"u-{number}") for number in range(1, 4)])
+    client.dispatch([Transaction(id=f"u-{number}") for number in range(1, 4)])
     assert side.forget_epoch() == 1
     assert [each.transaction.id for each in client.fetch_transactions(5)] == ["u-1", "u-2", "u-3"]
     assert [(record.id, record.reason) for record in client.list_dead(DeadLetterQuery())] == [("t-2", "epoch_changed")]

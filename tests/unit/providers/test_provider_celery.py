@@ -187,7 +187,7 @@ def test_a_key_that_no_header_can_carry_is_refused_when_it_is_sent(app):
 def test_tenant_and_correlation_are_inherited_inside_a_handler(app, ledger):
     rank = Rank()
     task = provider_task(app, rank, "snapshot", ledger=ledger)
-    scope.set_scope(Scope(Transaction("order-7", tenant="acme", correlation="cor"), "process", 0))
+    scope.set_scope(Scope(Transaction(id="order-7", tenant="acme", correlation="cor"), "process", 0))
     try:
         task.delay({})
         task.delay({}, tenant_id="given")

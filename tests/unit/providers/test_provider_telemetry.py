@@ -236,7 +236,7 @@ def test_a_breaker_that_opens_is_a_warning(caplog):
 
 def test_inside_a_handler_only_the_transaction_logs_the_failure(caplog):
     caplog.set_level(logging.INFO, "ergon_framework.providers")
-    scope.set_scope(Scope(Transaction("order-7", source="shop", tenant="acme"), "process", 0))
+    scope.set_scope(Scope(Transaction(id="order-7", source="shop", tenant="acme"), "process", 0))
     try:
         some = make_provider(make_outage(), make_outage())
         with pytest.raises(ProviderError) as caught:
@@ -250,7 +250,7 @@ def test_inside_a_handler_only_the_transaction_logs_the_failure(caplog):
 @pytest.mark.parametrize("explicit_tenant, tenant", [(None, "acme"), ("other", "other")])
 def test_the_tenant_is_the_transactions_unless_it_is_given(explicit_tenant, tenant):
     some = make_provider()
-    scope.set_scope(Scope(Transaction("order-7", source="shop", tenant="acme"), "process", 0))
+    scope.set_scope(Scope(Transaction(id="order-7", source="shop", tenant="acme"), "process", 0))
     try:
         some.call("charge", {}, tenant=explicit_tenant, key="k")
     finally:
@@ -262,7 +262,7 @@ def test_the_tenant_is_the_transactions_unless_it_is_given(explicit_tenant, tena
 
 def test_a_read_operation_has_no_key_and_may_be_repeated():
     some = make_provider()
-    scope.set_scope(Scope(Transaction("order-7", source="shop"), "process", 0))
+    scope.set_scope(Scope(Transaction(id="order-7", source="shop"), "process", 0))
     try:
         for _ in range(3):
             some.call("status", {"id": 1})

@@ -26,7 +26,7 @@ APP = """
 from ergon_framework import BusinessError, MemoryConnector, Transaction, consumer
 
 queue = MemoryConnector("orders")
-queue.dispatch([Transaction("order-1", "good"), Transaction("order-2", "[bold]")])
+queue.dispatch([Transaction("good", id="order-1"), Transaction("[bold]", id="order-2")])
 
 @consumer(queue)
 def charge(order):
@@ -277,7 +277,7 @@ from ergon_framework import MemoryConnector, Transaction, consumer
 
 def fill(name):
     queue = MemoryConnector(name)
-    queue.dispatch([Transaction("1"), Transaction("2")])
+    queue.dispatch([Transaction(id="1"), Transaction(id="2")])
     return queue
 
 @consumer(fill("orders"))

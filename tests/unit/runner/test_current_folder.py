@@ -18,7 +18,7 @@ import psycopg
 from ergon_framework import MemoryConnector, Transaction, consumer
 
 queue = MemoryConnector("orders")
-queue.dispatch([Transaction("order-1", {})])
+queue.dispatch([Transaction({}, id="order-1")])
 
 @consumer(queue)
 def charge(order):

@@ -11,7 +11,7 @@ from ergon_framework.testing.no_network import SocketOpenedError, forbid_sockets
 
 def consume(handler):
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("order-1")])
+    queue.dispatch([Transaction(id="order-1")])
     task = consumer(queue)(handler)
     report = task.run()
     return asyncio.run(report) if asyncio.iscoroutine(report) else report

@@ -32,7 +32,7 @@ STREAMING = ConsumerPolicy.load({"loop": {"streaming": True, "drain_timeout": 5.
 
 def make_task(name, handle, variant="def", *, count=1, queue=None, **options):
     queue = queue or MemoryConnector(name)
-    queue.dispatch([Transaction(f"{name}-{number}") for number in range(count)])
+    queue.dispatch([Transaction(id=f"{name}-{number}") for number in range(count)])
 
     def call(order):
         return handle()
@@ -248,7 +248,7 @@ def test_a_blocked_event_loop_is_named_with_its_task_while_sync_and_isolated_tas
             time.sleep(0.01)
         observed.append(process.health())
         for task in (isolated, sync):
-            task.connector.dispatch([Transaction("late")])
+            task.connector.dispatch([Transaction(id="late")])
         while not all(progress.values()) and time.monotonic() < deadline:
             time.sleep(0.01)
         release.set()
@@ -331,7 +331,7 @@ def test_a_stop_signal_ends_waits_on_threads_and_event_loops():
 def make_report(started, failures=0):
     report = Report(stop_reason=StopReason.EMPTY, started=started)
     for number in range(failures):
-        report.add(Outcome(Transaction(f"order-{number}"), OutcomeKind.FAILED))
+        report.add(Outcome(Transaction(id=f"order-{number}"), OutcomeKind.FAILED))
     return report
 
 

@@ -29,7 +29,7 @@ def make_policy(**loop):
 
 def make_task(variant, action, **options):
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("order-1"), Transaction("order-2")])
+    queue.dispatch([Transaction(id="order-1"), Transaction(id="order-2")])
 
     def handle(order):
         action()

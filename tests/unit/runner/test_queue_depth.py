@@ -71,7 +71,7 @@ def run_during(task, interval, action):
 def test_depth_is_published_during_the_run_unknown_during_outages_and_removed_at_the_end(variant, request):
     name = request.node.name
     connector = FlakyQueue("orders")
-    connector.dispatch([Transaction(f"o-{number}") for number in range(3)])
+    connector.dispatch([Transaction(id=f"o-{number}") for number in range(3)])
     task = make_task(name, variant, connector)
 
     def change_availability():

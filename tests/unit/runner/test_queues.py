@@ -94,7 +94,7 @@ def test_one_changed_line_moves_a_handler_to_another_broker(folder, import_handl
     for number, url in enumerate([memory_url, database, f"{memory_url}-2", database]):
         write_settings(folder, "orders", url)
         module = import_handler()
-        module.orders.dispatch([Transaction(f"order-{number}", {"total": number})])
+        module.orders.dispatch([Transaction({"total": number}, id=f"order-{number}")])
         report = module.charge.run()
         if asyncio.iscoroutine(report):
             asyncio.run(report)
@@ -226,7 +226,7 @@ def test_an_option_with_a_wrong_value_is_an_error_of_the_settings(folder, url):
 
 def test_a_memory_queue_is_shared_by_name_within_a_process(folder, memory_url):
     write_settings(folder, "orders", memory_url)
-    queue("orders").dispatch([Transaction("order-1")])
+    queue("orders").dispatch([Transaction(id="order-1")])
     assert queue("orders").depth().ready == 1
     assert "with the options []" in get_error(lease=3.0)
 
@@ -337,7 +337,7 @@ def run_cli(folder, monkeypatch, memory_url):
 
 
 def test_run_and_dlq_commands_accept_the_queue_name(folder, run_cli):
-    queue("orders").dispatch([Transaction("order-1")])
+    queue("orders").dispatch([Transaction(id="order-1")])
     assert "declined" in run_cli("run", "queueapp:charge").stdout
     assert "order-1" in run_cli("dlq", "list", "orders").stdout
     assert "order-1" in run_cli("dlq", "list", "queueapp:charge").stdout
@@ -347,7 +347,7 @@ def test_run_and_dlq_commands_accept_the_queue_name(folder, run_cli):
 def test_a_run_uses_the_configuration_file_that_it_is_given(folder, run_cli, memory_url):
     other_file = folder / "other.toml"
     other_file.write_text(f'[queues.orders]\nurl = "{memory_url}-other"\n', encoding="utf-8")
-    queue("orders").dispatch([Transaction("order-1")])
+    queue("orders").dispatch([Transaction(id="order-1")])
     result = run_cli("run", "queueapp:charge", "--config", str(other_file))
     assert (result.exit_code, "failed" in result.stdout) == (0, False)
 

@@ -80,7 +80,7 @@ def wait_until_free(watchdog):
 
 def make_task(step, recorder):
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("order-1", {"card": "4111"})])
+    queue.dispatch([Transaction({"card": "4111"}, id="order-1")])
     name = f"charge_{step}"
 
     @consumer(queue, name=name)
@@ -132,7 +132,7 @@ def test_a_block_is_visible_while_it_lasts(recorder):
 
     async def run():
         queue, box = MemoryConnector("orders"), []
-        queue.dispatch([Transaction("order-1")])
+        queue.dispatch([Transaction(id="order-1")])
         task = Charge(queue, services={"box": box})
         box.append(Watchdog([task], 0.05).start())
         try:
@@ -148,7 +148,7 @@ def test_a_block_is_visible_while_it_lasts(recorder):
 
 def test_a_block_outside_any_step_is_reported_without_a_step(recorder):
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("order-1")])
+    queue.dispatch([Transaction(id="order-1")])
 
     async def block_in_other_task():
         deep(recorder.block_seen)
@@ -165,7 +165,7 @@ def test_a_block_outside_any_step_is_reported_without_a_step(recorder):
 
 def test_a_free_event_loop_is_not_reported(recorder):
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("order-1")])
+    queue.dispatch([Transaction(id="order-1")])
 
     @consumer(queue, name="free")
     async def charge(order):

@@ -46,7 +46,7 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 def make_queue(*totals: int) -> MemoryConnector:
     connector = MemoryConnector("orders")
-    connector.dispatch([Transaction(str(total), {"id": str(total), "total": total}) for total in totals])
+    connector.dispatch([Transaction({"id": str(total), "total": total}, id=str(total)) for total in totals])
     return connector
 
 
@@ -217,13 +217,13 @@ def test_a_producer_function_dispatches_the_transaction_it_returns(variant: str)
             return "nothing to send"
         if order.total == 3:
             raise BusinessError("no")
-        return Transaction(f"invoice-{order.id}", {"amount": order.total})
+        return Transaction({"amount": order.total}, id=f"invoice-{order.id}")
 
     out = MemoryConnector("invoices")
     task = producer(out, payload=OrderPayload)(to_variant(variant, invoice))
     task.on_success(to_variant(variant, lambda order, result: seen.append(result)))
     task.on_failure(to_variant(variant, lambda order, error: seen.append(str(error))))
-    transactions = [Transaction(str(total), {"id": str(total), "total": total}) for total in (1, 2, 3)]
+    transactions = [Transaction({"id": str(total), "total": total}, id=str(total)) for total in (1, 2, 3)]
     report = task.produce_transactions(transactions)
     report = asyncio.run(report) if asyncio.iscoroutine(report) else report
     assert [outcome.kind for outcome in report.outcomes] == [
@@ -251,7 +251,7 @@ def test_a_producer_function_without_handlers_and_with_a_lifespan(variant: str) 
 
     lifespan: Any = sync_lifespan if variant == "threads" else async_lifespan
     task = producer(MemoryConnector("out"), lifespan=lifespan)(to_variant(variant, double))
-    transactions = [Transaction("a", 4), Transaction("b", 0)]
+    transactions = [Transaction(4, id="a"), Transaction(0, id="b")]
 
     async def main() -> Any:
         async with task.open():
@@ -375,7 +375,7 @@ def test_an_invalid_payload_is_dead_lettered_as_undecodable(variant: str, has_ha
         raise AssertionError("a handler without the raw payload must not be called")
 
     connector = MemoryConnector("orders")
-    connector.dispatch([Transaction("1", {"total": "many"})])
+    connector.dispatch([Transaction({"total": "many"}, id="1")])
     policy = ConsumerPolicy.load({"steps": {"settle": {"on_business": "ack"}}})
     task = consumer(connector, policy=policy)(to_variant(variant, charge))
     if has_handler:
@@ -399,7 +399,7 @@ def test_a_failure_handler_can_take_the_raw_payload(variant: str) -> None:
 
     connector = MemoryConnector("orders")
     valid = {"id": "2", "total": 2}
-    connector.dispatch([Transaction("1", {"total": "many"}), Transaction("2", valid)])
+    connector.dispatch([Transaction({"total": "many"}, id="1"), Transaction(valid, id="2")])
     task = consumer(connector)(to_variant(variant, charge))
     task.on_failure(to_variant(variant, record_failure))
     assert run_task(task).counts[OutcomeKind.FAILED] == 2
@@ -434,7 +434,7 @@ def test_a_parameter_called_transaction_needs_no_annotation(variant: str) -> Non
 @pytest.mark.spec("PRO-20")
 def test_a_producer_that_returns_none_has_failed(variant: str) -> None:
     task = producer(MemoryConnector("out"))(to_variant(variant, lambda order: None))
-    report = task.produce_transactions([Transaction("1")])
+    report = task.produce_transactions([Transaction(id="1")])
     report = asyncio.run(report) if asyncio.iscoroutine(report) else report
     assert (report.outcomes[0].kind, report.outcomes[0].error.code) == (OutcomeKind.FAILED, "nothing_produced")
 
@@ -519,15 +519,15 @@ def test_a_payload_is_read_as_the_type_that_the_task_declares():
     def task(order):
         pass
 
-    assert task.read_payload(Transaction("one", {"id": "a", "total": 7})) == OrderPayload(id="a", total=7)
+    assert task.read_payload(Transaction({"id": "a", "total": 7}, id="one")) == OrderPayload(id="a", total=7)
     with pytest.raises(TransactionException, match="total: Field required"):
-        task.read_payload(Transaction("one", {"id": "a"}))
+        task.read_payload(Transaction({"id": "a"}, id="one"))
 
 
 @pytest.mark.spec("DX-09")
 def test_a_business_failure_inside_a_task_group_is_not_retried() -> None:
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("a", {"item": "lamp"})])
+    queue.dispatch([Transaction({"item": "lamp"}, id="a")])
     calls: list[str] = []
 
     async def reserve(item: str) -> None:

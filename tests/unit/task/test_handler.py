@@ -19,10 +19,8 @@ from ergon_framework.task.handler import (
     TaskServices,
     bind_handler,
     bind_work,
-    convert_payload,
-    read_payload_type,
 )
-from ergon_framework.task.payload import PayloadReader
+from ergon_framework.task.payload import PayloadReader, convert_payload, read_payload_type
 from ergon_framework.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -43,9 +41,9 @@ class Stock(Protocol):
     def count(self) -> int: ...
 
 
-TRANSACTION = Transaction("7", {"id": "7", "total": 3})
+TRANSACTION = Transaction({"id": "7", "total": 3}, id="7")
 ORDER = OrderModel(id="7", total=3)
-INVALID = Transaction("8", {"id": "8"})
+INVALID = Transaction({"id": "8"}, id="8")
 SERVICES = TaskServices({"db", "cache"})
 
 
@@ -97,12 +95,12 @@ def test_a_local_type_is_found_where_the_function_is_declared() -> None:
 @pytest.mark.spec("CON-44")
 def test_an_invalid_payload_is_a_business_failure_that_shows_no_value() -> None:
     with pytest.raises(TransactionException, match=r"total: Input should be a valid integer") as caught:
-        PayloadReader(OrderModel).read(Transaction("7", {"id": "7", "total": "secret-value"}))
+        PayloadReader(OrderModel).read(Transaction({"id": "7", "total": "secret-value"}, id="7"))
     error = caught.value
     assert (error.category, error.final, error.code) == (Category.BUSINESS, True, "invalid_payload")
     assert "secret-value" not in str(error)
     with pytest.raises(TransactionException, match="payload: Input should be a valid"):
-        PayloadReader(OrderModel).read(Transaction("7", 5))
+        PayloadReader(OrderModel).read(Transaction(5, id="7"))
 
 
 class Card(BaseModel):
@@ -136,7 +134,7 @@ def reject_with_custom_error(value: str) -> str:
 )
 def test_a_message_that_may_quote_the_payload_is_replaced_by_its_type(model: Any, value: Any, expected: str) -> None:
     with pytest.raises(TransactionException) as caught:
-        PayloadReader(model).read(Transaction("7", value))
+        PayloadReader(model).read(Transaction(value, id="7"))
     assert str(caught.value) == f"payload is invalid: {expected}"
 
 
@@ -177,7 +175,7 @@ def test_a_declared_type_that_contradicts_the_annotation_is_rejected() -> None:
 
     assert bind_work(handle_order, payload=Annotated[OrderModel, Field()]).call(TRANSACTION, {}) == ORDER
     assert bind_work(handle_order, payload=OrderModel | Card).call(TRANSACTION, {}) == ORDER
-    assert bind_work(handle_text, payload=Literal["a"]).call(Transaction("1", "a"), {}) == "a"
+    assert bind_work(handle_text, payload=Literal["a"]).call(Transaction("a", id="1"), {}) == "a"
     assert bind_work(handle_mapping, payload=dict[str, Any]).call(TRANSACTION, {}) == TRANSACTION.payload
 
 
@@ -456,4 +454,4 @@ def test_a_typed_dict_of_an_older_python_names_the_remedy() -> None:
     except ConfigurationError as error:
         assert "typing_extensions.TypedDict" in str(error)  # noqa: PT017 - depends on the version of Python
     else:
-        assert function.call(Transaction("1", {"city": "Graz"}), {}) == {"city": "Graz"}
+        assert function.call(Transaction({"city": "Graz"}, id="1"), {}) == {"city": "Graz"}

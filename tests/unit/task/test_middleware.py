@@ -37,7 +37,7 @@ from ergon_framework.worker.policies import ProducerPolicy
 from ergon_framework.worker.report import Outcome, OutcomeKind
 from tests.unit.task.test_mixins import PlainProducer
 
-TRANSACTION = Transaction("1", {})
+TRANSACTION = Transaction({}, id="1")
 
 
 class Consumer(ConsumerMixin, Task):
@@ -293,7 +293,7 @@ def make_task(kind, log):
 def test_the_harness_runs_middleware_like_a_worker(kind):
     log = []
     harness = TaskHarness(make_task(kind, log))
-    harness.send(Transaction("1", "payload"))
+    harness.send(Transaction("payload", id="1"))
     result = harness.run()
     assert result.acked == {"1": 1}
     assert log == [("charge", "process", 0), "payload", OutcomeKind.SUCCEEDED]
@@ -338,7 +338,7 @@ def make_balanced_task(entries):
 
 def test_middleware_stays_balanced_in_trials_with_faults_at_every_place():
     entries = Counter()
-    task, orders = make_balanced_task(entries), [Transaction(f"order-{number}", {}) for number in range(3)]
+    task, orders = make_balanced_task(entries), [Transaction({}, id=f"order-{number}") for number in range(3)]
 
     def make(effects):
         harness = TaskHarness(task, ledger=Ledger(effects))
@@ -388,7 +388,7 @@ def test_a_function_task_without_a_failure_handler_has_no_middleware_around_it()
 
     for expected in (["process"], ["process", "exception"]):
         steps.clear()
-        charge.connector.dispatch([Transaction(f"{len(expected)}", {})])
+        charge.connector.dispatch([Transaction({}, id=f"{len(expected)}")])
         charge.run()
         assert steps == expected
         charge.on_failure(lambda order, error: None)

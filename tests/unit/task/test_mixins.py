@@ -35,18 +35,17 @@ from ergon_framework.task import context
 from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.consumer import _ConnectorListener
 from ergon_framework.task.handler import (
-    is_async,
     reject_async_handlers,
     validate_handler,
 )
 from ergon_framework.task.payload import PayloadReader
-from ergon_framework.task.signature import callable_name
+from ergon_framework.task.signature import callable_name, is_async
 from ergon_framework.worker.events import LoopObserver
 from ergon_framework.worker.exceptions import BusinessError, TransactionException
 from ergon_framework.worker.policies import Policy, RetryPolicy
 from ergon_framework.worker.report import Outcome, StopReason
 
-TRANSACTION = Transaction("7", {"id": "7"})
+TRANSACTION = Transaction({"id": "7"}, id="7")
 
 
 def get_result(value: Any) -> Any:
@@ -178,7 +177,7 @@ def test_a_handler_must_have_the_variant_of_its_task() -> None:
 def test_a_producer_that_returns_none_fails_permanently(fn: Any) -> None:
     task = producer(RecordingQueue())(fn)
     with pytest.raises(TransactionException) as caught:
-        get_result(task.produce_transaction(Transaction("1", None)))
+        get_result(task.produce_transaction(Transaction(id="1")))
     assert (caught.value.category, caught.value.code) == (Category.BUSINESS, "nothing_produced")
 
 
@@ -186,7 +185,7 @@ def test_a_producer_that_returns_none_fails_permanently(fn: Any) -> None:
 def test_a_transaction_that_a_producer_returns_is_dispatched_and_confirmed(fn: Any) -> None:
     queue = RecordingQueue()
     task = producer(queue)(fn)
-    confirmation = get_result(task.produce_transaction(Transaction("1", Transaction("made"))))
+    confirmation = get_result(task.produce_transaction(Transaction(Transaction(id="made"), id="1")))
     assert confirmation.transaction_id == "made"
     assert queue.depth().ready == 1
 
@@ -201,7 +200,7 @@ class Order(BaseModel):
 
 def test_every_error_of_a_payload_is_reported_with_its_field() -> None:
     with pytest.raises(TransactionException) as caught:
-        PayloadReader(Order).read(Transaction("1", {"id": "x", "total": "y"}))
+        PayloadReader(Order).read(Transaction({"id": "x", "total": "y"}, id="1"))
     assert str(caught.value) == (
         "payload is invalid: id: Input should be a valid integer, unable to parse string as an integer; "
         "total: Input should be a valid integer, unable to parse string as an integer"
@@ -591,7 +590,7 @@ class AsyncSelfStoppingProducer(AsyncPlainProducer):
 @pytest.mark.parametrize("kind", [SelfStoppingProducer, AsyncSelfStoppingProducer])
 def test_a_producer_can_be_stopped_from_within(kind: Any) -> None:
     policy = ProducerPolicy.load({"loop": {"concurrency": {"value": 1}}})
-    report = kind().produce_transactions([TRANSACTION, Transaction("8")], policy)
+    report = kind().produce_transactions([TRANSACTION, Transaction(id="8")], policy)
     report = asyncio.run(report) if inspect.iscoroutine(report) else report
     assert report.stop_reason is StopReason.STOP
 

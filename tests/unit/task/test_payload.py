@@ -42,7 +42,7 @@ CODEC = JsonCodec()
 
 def carry(payload: Any) -> Transaction:
     """Return a transaction with *payload* as a consumer receives it."""
-    return CODEC.decode(*CODEC.encode(Transaction("order-7", payload)))
+    return CODEC.decode(*CODEC.encode(Transaction(payload, id="order-7")))
 
 
 def carry_as(payload_type: Any, payload: Any) -> Any:
@@ -66,7 +66,7 @@ def test_payloads_of_generated_types_are_read_back_and_have_one_encoding(block: 
 def test_payloads_of_generated_types_pass_the_connectors_in_memory(log: bool) -> None:
     connector = MemoryLog() if log else MemoryConnector()
     cases = {str(seed): draw_payload(seed) for seed in range(200)}
-    connector.dispatch([Transaction(name, payload) for name, (_, payload) in cases.items()])
+    connector.dispatch([Transaction(payload, id=name) for name, (_, payload) in cases.items()])
     received = [delivery.transaction for delivery in connector.fetch_transactions(200)]
     assert {each.id for each in received} == set(cases)
     assert all(PayloadReader(cases[each.id][0]).read(each) == cases[each.id][1] for each in received)
@@ -84,7 +84,7 @@ def test_payloads_of_generated_types_pass_a_trial(block: int) -> None:
             received.append(order)
 
         harness = TaskHarness(charge, received=received)
-        harness.send(Transaction("order-7", payload))
+        harness.send(Transaction(payload, id="order-7"))
         assert harness.run().acked == {"order-7": 1}, seed
         assert received == [payload], seed
 
@@ -200,12 +200,12 @@ def test_objects_of_a_third_party_codec_are_read_as_they_are() -> None:
     class Blob:
         pass
 
-    read = PayloadReader(Any | date).read(Transaction("order-7", blob := Blob()))
+    read = PayloadReader(Any | date).read(Transaction(blob := Blob(), id="order-7"))
     assert read is blob
-    assert PayloadReader(bytes).read(Transaction("order-7", b"not base64")) == b"not base64"
-    assert PayloadReader(Place).read(Transaction("order-7", Place.HOME)) is Place.HOME
+    assert PayloadReader(bytes).read(Transaction(b"not base64", id="order-7")) == b"not base64"
+    assert PayloadReader(Place).read(Transaction(Place.HOME, id="order-7")) is Place.HOME
     with pytest.raises(TransactionException, match="Input should be"):
-        PayloadReader(Place).read(Transaction("order-7", blob))
+        PayloadReader(Place).read(Transaction(blob, id="order-7"))
 
 
 def test_a_type_that_needs_no_change_is_read_by_its_own_validator() -> None:
@@ -259,7 +259,7 @@ def test_an_async_task_receives_the_declared_type() -> None:
         received.append(order)
 
     harness = TaskHarness(charge)
-    harness.send(Transaction("order-7", NODE))
+    harness.send(Transaction(NODE, id="order-7"))
     assert harness.run().acked == {"order-7": 1}
     assert received == [NODE]
 

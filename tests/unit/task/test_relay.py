@@ -86,8 +86,8 @@ def test_transactions_arrive_unchanged_except_for_their_attempts(variant):
     source, target = MemoryConnector("outbox"), RecordingTarget()
     attempt = Attempt(attempt=0, category=Category.SYSTEM, error="no", at=1.0)
     complete = Transaction(
-        "order-7",
         {"total": 7},
+        id="order-7",
         source="shop",
         type="order",
         schema_version=2,
@@ -101,12 +101,12 @@ def test_transactions_arrive_unchanged_except_for_their_attempts(variant):
         history=(attempt,),
         trace=TRACE_CONTEXT,
     )
-    source.dispatch([complete, Transaction("bare")])
+    source.dispatch([complete, Transaction(id="bare")])
     report = run(make_relay(variant, source, target))
     received = {one.id: one for one in fetch_all(target)}
     assert received == {
         "order-7": complete.replace(attempts=0, history=()),
-        "bare": Transaction("bare", source="outbox"),
+        "bare": Transaction(id="bare", source="outbox"),
     }
     assert report.settled == {"settled": 2}
     assert source.depth() == Depth(0)
@@ -122,7 +122,7 @@ def test_the_order_of_each_key_is_kept_while_the_target_fails_sometimes(variant)
             raise OSError("now and then")
 
     source, target = MemoryConnector("outbox"), RecordingTarget(reject)
-    source.dispatch([Transaction(f"{key}-{n}", n, key=f"k{key}") for n in range(9) for key in range(5)])
+    source.dispatch([Transaction(n, id=f"{key}-{n}", key=f"k{key}") for n in range(9) for key in range(5)])
     # As many slots as transactions: a queue that does not order by key gets back what waits behind its key beyond that.
     policy = ConsumerPolicy.load(
         {
@@ -142,8 +142,8 @@ def test_a_transaction_without_a_trace_gets_the_trace_of_its_own_lifecycle(varia
     task = make_relay(variant, MemoryConnector("outbox"), RecordingTarget())
     tracer = TracerProvider().get_tracer("test")
     with tracer.start_as_current_span("lifecycle") as span:
-        prepared = task._prepare(Transaction("order-7"))
-        prepared_with_trace = task._prepare(Transaction("own", trace=TRACE_CONTEXT))
+        prepared = task._prepare(Transaction(id="order-7"))
+        prepared_with_trace = task._prepare(Transaction(id="own", trace=TRACE_CONTEXT))
     assert f"{span.get_span_context().trace_id:032x}" in prepared.trace["traceparent"]
     assert prepared_with_trace.trace == TRACE_CONTEXT
 
@@ -153,7 +153,7 @@ def test_a_transaction_is_acked_only_after_the_target_has_confirmed(variant):
     source = MemoryConnector("outbox")
     seen = []
     target = RecordingTarget(lambda group: seen.append(source.depth().in_flight))
-    source.dispatch([Transaction("order-7")])
+    source.dispatch([Transaction(id="order-7")])
     run(make_relay(variant, source, target))
     assert seen == [1]
 
@@ -168,7 +168,7 @@ def test_a_dispatch_without_a_confirmation_has_failed(variant):
             return self.dispatch(transactions)
 
     source = MemoryConnector("outbox")
-    source.dispatch([Transaction("order-7")])
+    source.dispatch([Transaction(id="order-7")])
     report = run(make_relay(variant, source, UnconfirmingTarget()))
     assert [outcome.error.code for outcome in report.failures] == ["connector"]
     assert source.depth().delayed == 1
@@ -179,7 +179,7 @@ def test_a_delayed_transaction_stays_in_the_source_until_it_is_due(variant):
     now = [1000.0]
     source = MemoryConnector("outbox", clock=lambda: now[0], wall=lambda: now[0])
     target = RecordingTarget()
-    source.dispatch([Transaction("later", not_before=1060.0), Transaction("now")])
+    source.dispatch([Transaction(id="later", not_before=1060.0), Transaction(id="now")])
     run(make_relay(variant, source, target))
     assert [one.id for one in fetch_all(target)] == ["now"]
     assert source.depth() == Depth(0, delayed=1)
@@ -194,7 +194,7 @@ def test_a_priority_is_kept_where_the_target_has_priorities(variant, monkeypatch
     target = RecordingTarget()
     monkeypatch.setattr(target, "_capabilities", replace(target.capabilities, priority=has_priorities))
     task = make_relay(variant, MemoryConnector("outbox"), target)
-    assert task._prepare(Transaction("order-7", priority=5)).priority == arrives
+    assert task._prepare(Transaction(id="order-7", priority=5)).priority == arrives
 
 
 # -- what does not --------------------------------------------------------------------------------------------
@@ -206,14 +206,14 @@ def test_failures_of_the_target_are_deferred_and_never_dead_lettered(variant, er
         raise error
 
     source = MemoryConnector("outbox")
-    source.dispatch([Transaction(f"order-{n}") for n in range(3)])
+    source.dispatch([Transaction(id=f"order-{n}") for n in range(3)])
     run(make_relay(variant, source, RecordingTarget(reject)))
     assert source.depth() == Depth(0, delayed=3)
 
 
 def test_only_the_faulty_transaction_is_dead_lettered(variant):
     source, target = MemoryConnector("outbox"), RecordingTarget()
-    source.dispatch([Transaction("good-1"), Transaction("bad", "x" * 1000), Transaction("good-2")])
+    source.dispatch([Transaction(id="good-1"), Transaction("x" * 1000, id="bad"), Transaction(id="good-2")])
     run(make_relay(variant, source, target))
     assert sorted(one.id for one in fetch_all(target)) == ["good-1", "good-2"]
     assert [(letter.envelope.id, letter.reason) for letter in source.dead_letters] == [("bad", "unencodable")]
@@ -230,7 +230,7 @@ def test_only_the_faulty_transaction_is_dead_lettered(variant):
 )
 def test_the_error_decides_between_dead_letter_and_deferral(variant, error, expected):
     task = make_relay(variant, MemoryConnector("a"), MemoryConnector("b"))
-    settlement = task.handle_transaction_exception(Transaction("x"), error)
+    settlement = task.handle_transaction_exception(Transaction(id="x"), error)
     assert (settlement if variant == "sync" else asyncio.run(settlement)) == expected
 
 
@@ -307,7 +307,7 @@ class SyncOnlyQueue(Connector):
 @pytest.mark.parametrize("kinds", [(AsyncOnlyQueue, SyncOnlyQueue), (SyncOnlyQueue, AsyncOnlyQueue)])
 def test_any_connector_can_be_source_or_target(variant, kinds):
     source, target = (kind() for kind in kinds)
-    source.inner.dispatch([Transaction(f"order-{n}") for n in range(5)])
+    source.inner.dispatch([Transaction(id=f"order-{n}") for n in range(5)])
     run(make_relay(variant, source, target))
     assert sorted(one.id for one in fetch_all(target.inner)) == [f"order-{n}" for n in range(5)]
 
@@ -387,7 +387,7 @@ def test_depth_and_lag_are_published_while_the_relay_runs_and_removed_afterwards
 def test_depth_is_polled_no_more_often_than_its_interval(variant):
     source = MeasuredQueue([])
     task = make_relay(variant, source, MemoryConnector("target"), depth_every=3600.0)
-    source.dispatch([Transaction(f"order-{n}") for n in range(100)])
+    source.dispatch([Transaction(id=f"order-{n}") for n in range(100)])
     run(task)
     assert source.depth_calls.acquire(blocking=False)
     assert not source.depth_calls.acquire(blocking=False)
@@ -418,7 +418,7 @@ class HeldDispatch:
 def submit_all(coalescer, transaction_ids, results):
     def submit(transaction_id):
         try:
-            coalescer.submit(Transaction(transaction_id))
+            coalescer.submit(Transaction(id=transaction_id))
         except Exception as error:
             results[transaction_id] = error
         else:
@@ -499,7 +499,7 @@ def submit_group_async(make_dispatch, *, cancelled_id=None):
     async def run_calls():
         dispatch = make_dispatch()
         coalescer = AsyncCoalescer(dispatch)
-        tasks = {name: asyncio.create_task(coalescer.submit(Transaction(name))) for name in ("first", "a", "b", "c")}
+        tasks = {name: asyncio.create_task(coalescer.submit(Transaction(id=name))) for name in ("first", "a", "b", "c")}
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert dispatch.calls == [["first"]]

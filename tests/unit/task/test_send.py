@@ -173,9 +173,9 @@ def test_an_async_task_sends_too(queue: MemoryConnector) -> None:
 @pytest.mark.parametrize(
     "argument, message",
     [
-        (Transaction("1"), r"dispatch takes a sequence of transactions: pass \[transaction\]"),
+        (Transaction(id="1"), r"dispatch takes a sequence of transactions: pass \[transaction\]"),
         ([{"a": 1}], r"dispatch takes transactions, not dict: send a payload with send\(payload\) of its task"),
-        ([Transaction("1"), Order("2")], "dispatch takes transactions, not Order"),
+        ([Transaction(id="1"), Order("2")], "dispatch takes transactions, not Order"),
     ],
 )
 def test_dispatch_refuses_everything_but_transactions(queue: MemoryConnector, argument: Any, message: str) -> None:

@@ -68,21 +68,21 @@ def test_a_carrier_has_its_own_baggage():
 def test_without_a_trace_no_carrier_is_added():
     assert inject_carrier() == {}
     assert current_ids() is None
-    transaction = Transaction("a")
+    transaction = Transaction(id="a")
     assert with_current_trace(transaction) is transaction
 
 
 def test_a_sent_transaction_has_the_current_trace():
     span = TracerProvider().get_tracer("t").start_span("here")
     variables = copy_with_otel_context(contextvars.copy_context(), set_span_in_context(span, Context()))
-    sent = variables.run(with_current_trace, Transaction("a"))
+    sent = variables.run(with_current_trace, Transaction(id="a"))
     assert get_current_span(extract_context(sent.trace)).get_span_context().span_id == span.get_span_context().span_id
 
 
 def test_a_transaction_with_a_trace_keeps_it():
     span = TracerProvider().get_tracer("t").start_span("here")
     variables = copy_with_otel_context(contextvars.copy_context(), set_span_in_context(span, Context()))
-    transaction = Transaction("a", trace={"traceparent": TRACEPARENT})
+    transaction = Transaction(id="a", trace={"traceparent": TRACEPARENT})
     assert variables.run(with_current_trace, transaction) is transaction
 
 

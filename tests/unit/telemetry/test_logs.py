@@ -111,9 +111,9 @@ def test_fields_that_are_none_can_be_kept(caplog):
         ({"transaction_id": "a", "correlation_id": "c"}, None, "c"),
         ({"transaction_id": "a", "correlation_id": None}, None, "a"),
         ({"transaction_id": "a"}, None, "a"),
-        ({"transaction_id": "a"}, Transaction("a", correlation="d"), "d"),
-        ({"transaction_id": "a"}, Transaction("b", correlation="d"), "a"),
-        ({"task": "charge"}, Transaction("b", correlation="d"), None),
+        ({"transaction_id": "a"}, Transaction(id="a", correlation="d"), "d"),
+        ({"transaction_id": "a"}, Transaction(id="b", correlation="d"), "a"),
+        ({"task": "charge"}, Transaction(id="b", correlation="d"), None),
     ],
 )
 def test_a_record_about_a_transaction_has_a_correlation_id(caplog, fields, current_transaction, correlation_id):

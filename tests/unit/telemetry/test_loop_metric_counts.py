@@ -28,7 +28,7 @@ def make_failed_attempt(step, delay, error=SYSTEM_ERROR):
 
 
 def make_outcome(kind, *notes, steps=("process",), seconds=0.5, **attributes):
-    result = Outcome(Transaction("a"), kind)
+    result = Outcome(Transaction(id="a"), kind)
     result.failed_attempts = list(notes)
     result.durations = dict.fromkeys(steps, seconds)
     for name, value in attributes.items():

@@ -26,7 +26,7 @@ METRICS = (
 
 
 def make_outcome(kind, *notes, steps=("process",), error=None, **attributes):
-    result = Outcome(Transaction("a"), kind)
+    result = Outcome(Transaction(id="a"), kind)
     result.failed_attempts = [make_failed_attempt(*args) for args in notes]
     result.durations = dict.fromkeys(steps, 0.1)
     result.error = error

@@ -49,7 +49,7 @@ def test_the_traceback_of_a_wrapped_error_is_that_of_its_cause():
 
 
 def test_frames_outside_user_code_are_omitted_and_those_inside_are_kept():
-    error = catch(Transaction.replace, Transaction("a"), 1)
+    error = catch(Transaction.replace, Transaction(id="a"), 1)
     text = format_error(error)
     assert "in catch" in text.splitlines()[0]
     invalid = catch(json.loads, "{")

@@ -15,7 +15,7 @@ from ergon_framework.testing.harness import TaskHarness
 
 orders = queue("orders")
 POLICY = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 4, "timeout": 30}}}})
-ORDERS = [Transaction(f"order-{number}", {"cents": 20}) for number in range(3)]
+ORDERS = [Transaction({"cents": 20}, id=f"order-{number}") for number in range(3)]
 
 
 class Bank:
@@ -120,7 +120,7 @@ def test_an_effect_that_is_missing_is_caught():
 
 
 def test_a_transaction_that_ends_twice_is_caught_without_any_fault():
-    transactions = [Transaction("order-1", {"again": True})]
+    transactions = [Transaction({"again": True}, id="order-1")]
     with pytest.raises(NotExactlyOnceError, match=r"without any fault: the transaction 'order-1' ended more than once"):
         assert_survives(make_harness_factory(charge_and_send_again, transactions=transactions))
 

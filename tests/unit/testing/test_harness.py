@@ -79,7 +79,7 @@ def make_harness(request):
 
     def make(cents=20, **options):
         harness = TaskHarness(task, queues=[parcels], bank=bank(), **options)
-        harness.send(Transaction("order-1", {"cents": cents}))
+        harness.send(Transaction({"cents": cents}, id="order-1"))
         return harness
 
     return make
@@ -175,7 +175,7 @@ def test_handlers_of_the_outcome_can_fail_too():
         errors.append(str(error))
 
     harness = TaskHarness(work, faults={"exception": {0: raises(OSError("planned"))}})
-    harness.send(Transaction("order-1"))
+    harness.send(Transaction(id="order-1"))
     assert harness.run().final_states == {"order-1": "dead"}
     assert errors == ["never"]
 
@@ -189,7 +189,7 @@ def test_a_deferred_transaction_is_redelivered_in_virtual_time():
         return Defer(3600) if len(seen) == 1 else None
 
     harness = TaskHarness(work)
-    harness.send(Transaction("order-1"))
+    harness.send(Transaction(id="order-1"))
     result = harness.run()
     assert (result.final_states, len(seen), result.seconds >= 3600) == ({"order-1": "acked"}, 2, True)
 
@@ -200,7 +200,7 @@ def test_a_transaction_that_never_ends_is_left():
         return Defer(60)
 
     harness = TaskHarness(work)
-    harness.send(Transaction("order-1"))
+    harness.send(Transaction(id="order-1"))
     assert harness.run(max_starts=5).final_states == {"order-1": "left"}
 
 
@@ -220,7 +220,7 @@ def test_a_connector_instance_is_replaced_too():
         boxes.dispatch([boxes.transaction(order)])
 
     harness = TaskHarness(pack, queues=[boxes])
-    harness.send(Transaction("order-1", {"n": 1}))
+    harness.send(Transaction({"n": 1}, id="order-1"))
     assert harness.run().list_payloads("boxes") == [{"n": 1}]
     assert boxes.depth().ready == 0
 
@@ -234,7 +234,7 @@ def test_a_service_that_is_missing_is_named():
     def pay(order, bank): ...
 
     harness = TaskHarness(pay)
-    harness.send(Transaction("order-1", {"cents": 1}))
+    harness.send(Transaction({"cents": 1}, id="order-1"))
     with pytest.raises(ConfigurationError, match="no service 'bank'"):
         harness.run()
 
@@ -245,7 +245,7 @@ def test_a_function_is_a_service_too():
         mail("ada")
 
     harness = TaskHarness(work, mail=lambda to: None, faults={"mail": {0: raises(OSError("planned"))}})
-    harness.send(Transaction("order-1"))
+    harness.send(Transaction(id="order-1"))
     assert [call.args for call in harness.run().list_calls("mail")] == [("ada",), ("ada",)]
 
 
@@ -289,7 +289,7 @@ def test_the_lifespan_is_entered_on_request_and_given_services_override_it(varia
             seen.append((bank, rate))
 
     harness = TaskHarness(work, lifespan=True, bank="fake")
-    harness.send(Transaction("order-1"))
+    harness.send(Transaction(id="order-1"))
     harness.run()
     assert seen == ["open", ("fake", 2), "closed"]
 
@@ -306,7 +306,7 @@ def test_a_class_is_a_task_too():
     harness = TaskHarness(
         Mail(orders, services={"post": None}), post=Post(), faults={"post.send": {0: raises(OSError("planned"))}}
     )
-    harness.send(Transaction("letter-1", "ada"))
+    harness.send(Transaction("ada", id="letter-1"))
     result = harness.run()
     assert (result.final_states, len(result.list_calls("post.send"))) == ({"letter-1": "acked"}, 2)
 
@@ -330,7 +330,7 @@ def test_providers_and_facts_that_are_globals_are_watched():
 
     plan = {"payments.call": returns({"status": "paid"}), "facts.append": {0: loses_response()}}
     harness = TaskHarness(work, watch={"payments": payments, "facts": facts}, faults=plan)
-    harness.send(Transaction("order-1", {"cents": 20}))
+    harness.send(Transaction({"cents": 20}, id="order-1"))
     result = harness.run()
     assert result.final_states == {"order-1": "acked"}
     assert [call.result for call in result.list_calls("payments.call")] == [{"status": "paid"}] * 2
@@ -352,7 +352,7 @@ def test_a_provider_uses_the_state_of_the_harness_and_not_of_the_process():
 
     for times in (1, 2):
         harness = TaskHarness(work, watch={"payments": payments}, faults={"payments.call": {0: loses_response()}})
-        harness.send(Transaction("order-1"))
+        harness.send(Transaction(id="order-1"))
         # The second attempt is replayed within a harness run, and the same order in the next run is not.
         assert (harness.run().attempts["order-1"], len(calls)) == (2, times)
 
@@ -431,7 +431,7 @@ def test_a_coroutine_of_a_killed_worker_has_no_more_effects():
     harness = TaskHarness(
         charge_async, queues=[parcels], bank=SlowCancelBank(), faults={"process": {1: worker_dies_after()}}
     )
-    harness.send(Transaction("order-1", {"cents": 1}), Transaction("order-2", {"cents": 0}))
+    harness.send(Transaction({"cents": 1}, id="order-1"), Transaction({"cents": 0}, id="order-2"))
     result = harness.run()
     assert (result.killed_workers, len(calls_after_kill)) == (1, 1)
     assert result.final_states == {"order-1": "acked", "order-2": "dead"}

@@ -17,13 +17,13 @@ def work(order): ...
 
 def test_the_trial(ergon_trial):
     trial = ergon_trial(work)
-    trial.send(Transaction("order-1"))
+    trial.send(Transaction(id="order-1"))
     assert trial.run().final_states == {"order-1": "acked"}
 
 def test_the_chaos(ergon_chaos, ergon_trial):
     def make(effects):
         trial = ergon_trial(work)
-        trial.send(Transaction("order-1"))
+        trial.send(Transaction(id="order-1"))
         return trial
     assert ergon_chaos(make, runs=3).runs == 3
 """

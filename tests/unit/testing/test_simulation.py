@@ -55,7 +55,7 @@ both_variants = pytest.mark.parametrize("variant", [SyncTask, AsyncTask])
 
 
 def make_transactions(count):
-    return [Transaction(f"t{n}", source="test") for n in range(count)]
+    return [Transaction(id=f"t{n}", source="test") for n in range(count)]
 
 
 def make_policy(limit=60.0, **loop):

@@ -36,7 +36,7 @@ class SleepingTask(ConsumerMixin):
 
 def consume_naps(virtual, naps, **loop):
     connector = MemoryConnector("naps", clock=virtual.clock)
-    connector.dispatch([Transaction(f"t{n}", nap, source="test") for n, nap in enumerate(naps)])
+    connector.dispatch([Transaction(nap, id=f"t{n}", source="test") for n, nap in enumerate(naps)])
     policy = ConsumerPolicy.load({"loop": loop, "steps": {"process": {"retry": {"timeout": None}}}})
     return SleepingTask(virtual, connector).consume_transactions(policy, driver=partial(ThreadDriver, waiting=virtual))
 

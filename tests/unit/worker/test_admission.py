@@ -12,7 +12,7 @@ from ergon_framework.worker.admission import DeliveryAdmission
 
 
 def make_delivery(transaction_id: str, key: str | None = None, **fields: Any) -> Delivery:
-    return Delivery(Transaction(transaction_id, key=key, **fields), object())
+    return Delivery(Transaction(id=transaction_id, key=key, **fields), object())
 
 
 def get_ids(deliveries: list[Delivery]) -> list[str]:

@@ -16,7 +16,7 @@ def test_an_outcome_has_the_attempts_and_the_type_that_the_error_names(
     caplog: pytest.LogCaptureFixture, is_deferred: bool, outcome: str
 ) -> None:
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("a", {})])
+    queue.dispatch([Transaction({}, id="a")])
 
     @consumer(queue)
     def fail(_order: dict[str, object]) -> None:

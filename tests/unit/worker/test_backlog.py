@@ -93,7 +93,7 @@ def exit_call(effect: Any) -> bool:
 
 
 def make_delivery(name: str, deliveries: int = 1, **fields: Any) -> Delivery:
-    return Delivery(Transaction(name, **fields), name, deliveries)
+    return Delivery(Transaction(id=name, **fields), name, deliveries)
 
 
 @pytest.mark.spec("CNN-14")
@@ -229,7 +229,7 @@ def test_deliveries_beyond_the_limit_are_released() -> None:
 def test_a_duplicate_of_an_id_in_flight_is_deferred_with_its_attempts() -> None:
     earlier = (Attempt(attempt=0, category=Category.SYSTEM),)
     harness = BacklogHarness(duplicate_delay=2.5).add(make_delivery("a"))
-    duplicate = Delivery(Transaction("a", attempts=4, history=earlier), "second")
+    duplicate = Delivery(Transaction(id="a", attempts=4, history=earlier), "second")
     (item,) = harness.add(duplicate).take_settlements()
     assert item.settlement == Defer(2.5, attempts=4, history=earlier)
     assert (item.delivery, item.outcome.kind, item.outcome.reason) == (duplicate, OutcomeKind.DEFERRED, "identity")

@@ -14,7 +14,7 @@ from ergon_framework.transaction import Transaction
 from ergon_framework.worker.policies import ConsumerPolicy
 from ergon_framework.worker.spans import BatchSpans, consumer_span_names
 
-A, B = Transaction("a"), Transaction("b")
+A, B = Transaction(id="a"), Transaction(id="b")
 POLICY = ConsumerPolicy.load({"loop": {"concurrency": {"value": 2}, "batch": {"size": 5}}})
 SHARED = {"ergon.task": "Orders", "ergon.concurrency": 2, "ergon.batch.size": 5}
 

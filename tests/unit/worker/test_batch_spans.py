@@ -28,7 +28,7 @@ class BatchHarness:
 
     def fetch(self, *ids):
         self.rounds.begin(len(ids))
-        transactions = [Transaction(name) for name in ids]
+        transactions = [Transaction(id=name) for name in ids]
         self.rounds.assign([Delivery(transaction, transaction.id) for transaction in transactions])
         return transactions
 
@@ -83,7 +83,7 @@ def test_a_loop_that_does_not_stream_has_one_root_until_it_ends():
 
 
 def test_outside_any_loop_there_is_no_root():
-    assert BatchHarness().rounds.for_transaction(Transaction("a")) is None
+    assert BatchHarness().rounds.for_transaction(Transaction(id="a")) is None
 
 
 def test_a_transaction_that_is_fetched_twice_belongs_to_its_first_batch():

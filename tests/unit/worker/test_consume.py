@@ -45,7 +45,7 @@ from ergon_framework.worker.solo import SoloMember, SoloRun
 
 
 def make_deliveries(*names: str, deliveries: int = 1, key: str | None = None) -> list[Delivery]:
-    return [Delivery(Transaction(name, key=key), name, deliveries) for name in names]
+    return [Delivery(Transaction(id=name, key=key), name, deliveries) for name in names]
 
 
 def fail_if_called(*_: Any) -> None:
@@ -800,7 +800,7 @@ def test_a_claim_that_cannot_be_renewed_is_lost_immediately() -> None:
     harness = ConsumeHarness(lease=30.0)
     renewal = harness.spawned[1]
     assert (renewal.counted, renewal.notify) == (False, harness.loop.mailbox)
-    delivery = Delivery(Transaction("a"), "a", lease_until=30.0)
+    delivery = Delivery(Transaction(id="a"), "a", lease_until=30.0)
     harness.answer_fetch(delivery)
     assert next(renewal.script).until == 10.0
     harness.now = 10.0

@@ -37,7 +37,7 @@ class ScriptedQueue(MemoryConnector):
         self.settle_answers: list[Callable[[Sequence[SettlementRequest]], Any]] = []
         self.fetch_answers: list[Callable[[int], Any]] = []
         self.extend_answers: list[Callable[[Sequence[Delivery]], Any]] = []
-        self.dispatch([Transaction(each, key=each[1:] or None) for each in ids])
+        self.dispatch([Transaction(id=each, key=each[1:] or None) for each in ids])
 
     def listen(self, listener: Any) -> Any:
         self.listeners.append(listener)
@@ -713,7 +713,7 @@ def test_a_producer_is_live_while_it_produces(variant: str) -> None:
         produce(transaction)
 
     task.produce_transaction = produce if variant == "threads" else produce_async
-    result = task.produce_transactions([Transaction("1")])
+    result = task.produce_transactions([Transaction(id="1")])
     asyncio.run(result) if asyncio.iscoroutine(result) else None
     assert seen == [True]
 

@@ -44,7 +44,7 @@ class FetchHarness:
 
 
 def test_the_deliveries_of_the_connector_are_copied_to_a_list() -> None:
-    deliveries = (Delivery(Transaction("a"), 1), Delivery(Transaction("b"), 2))
+    deliveries = (Delivery(Transaction(id="a"), 1), Delivery(Transaction(id="b"), 2))
     harness = FetchHarness()
     assert (harness.effect.args, harness.effect.until) == ((7,), 30.0)
     assert harness.answer(Ok(deliveries)).result == list(deliveries)

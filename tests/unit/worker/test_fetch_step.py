@@ -19,7 +19,7 @@ from ergon_framework.worker.report import StopReason
 
 
 def make_delivery(name: str) -> Delivery:
-    return Delivery(Transaction(name), name)
+    return Delivery(Transaction(id=name), name)
 
 
 class ObservedFetchHarness:
@@ -74,7 +74,7 @@ def test_each_fetch_attempt_runs_in_its_observers_context() -> None:
     assert (harness.fetcher.calls, call.fn(-7), harness.fetcher.calls) == (0, 7, 1)
     assert (call.scope, call.context) == (None, harness.contexts[0])
     assert call.on_late_result is not None
-    call.on_late_result([make_delivery("a"), "junk", Delivery(Transaction("b"), [])])
+    call.on_late_result([make_delivery("a"), "junk", Delivery(Transaction(id="b"), [])])
     call.on_late_result(7)
     assert harness.released == [("a", "late")]
 
@@ -119,7 +119,7 @@ def test_text_is_not_a_sequence_of_deliveries(value: Any) -> None:
 
 INVALID_ITEMS: list[tuple[Any, str, list[str]]] = [
     (
-        Transaction("x"),
+        Transaction(id="x"),
         "a Transaction; expected Delivery(transaction, receipt), or a connector derived from SimpleConnector, whose",
         [],
     ),
@@ -129,9 +129,9 @@ INVALID_ITEMS: list[tuple[Any, str, list[str]]] = [
         "a Delivery of a dict; expected Delivery(Transaction(id, payload), receipt)",
         ["x"],
     ),
-    (Delivery(Transaction("x"), {}), "a Delivery whose receipt is a dict; expected a hashable receipt", []),
+    (Delivery(Transaction(id="x"), {}), "a Delivery whose receipt is a dict; expected a hashable receipt", []),
     (
-        Delivery(Transaction("x"), "x", None),  # type: ignore[arg-type]
+        Delivery(Transaction(id="x"), "x", None),  # type: ignore[arg-type]
         "a Delivery whose deliveries is a NoneType; expected a count from 1",
         ["x"],
     ),

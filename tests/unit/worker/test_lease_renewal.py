@@ -20,7 +20,7 @@ class RenewHarness:
         self.now = 100.0
         self.lost: list[list[Any]] = []
         self.deliveries = [
-            Delivery(Transaction(name), name, lease_until=until)
+            Delivery(Transaction(id=name), name, lease_until=until)
             for name, until in (("a", 130.0), ("b", None), ("c", 130.0))
         ]
         self.claims = {each.receipt: each for each in self.deliveries}

@@ -45,7 +45,7 @@ class LifecycleHarness:
         **retry: Any,
     ) -> None:
         self.now = 100.0
-        self.transaction = transaction or Transaction("1")
+        self.transaction = transaction or Transaction(id="1")
         retry_policy = RetryPolicy(**({"max_attempts": 1} | retry))
         handler = {"classify": classify_handler, "timeout_error": timeout_error}
         spec = LifecycleSpec(
@@ -395,27 +395,29 @@ def test_the_calls_of_two_steps_may_still_run() -> None:
 
 @pytest.mark.parametrize("earlier_attempts, number", [(0, 0), (1, 1), (2, 2), (3, 2), (9, 2)])
 def test_attempts_of_earlier_deliveries_count_but_one_is_always_made(earlier_attempts: int, number: int) -> None:
-    harness = LifecycleHarness(Transaction("1", attempts=earlier_attempts), max_attempts=3)
+    harness = LifecycleHarness(Transaction(id="1", attempts=earlier_attempts), max_attempts=3)
     assert harness.effect.scope.attempt == number
     assert harness.answer(Ok(None)).answer(Ok(None)).outcome.attempts == earlier_attempts + 1
 
 
 def test_produce_starts_at_attempt_0_whatever_the_transaction_has_had() -> None:
-    harness = LifecycleHarness(Transaction("1", attempts=2), max_attempts=3, defers=False, backoff=0.0)
+    harness = LifecycleHarness(Transaction(id="1", attempts=2), max_attempts=3, defers=False, backoff=0.0)
     assert harness.effect.scope.attempt == 0
     harness.answer(Err(ValueError()))
     assert harness.answer(Ok(None)).answer(Ok(None)).outcome.attempts == 2
 
 
 def test_every_failed_attempt_counts() -> None:
-    harness = LifecycleHarness(Transaction("1", attempts=1), max_attempts=3, backoff=0.0).answer(Err(ValueError()))
+    harness = LifecycleHarness(Transaction(id="1", attempts=1), max_attempts=3, backoff=0.0).answer(Err(ValueError()))
     outcome = harness.answer(Err(ValueError())).answer(Ok(None)).outcome
     assert (outcome.kind, outcome.attempts, len(outcome.failed_attempts)) == (OutcomeKind.FAILED, 3, 2)
 
 
 def test_a_long_wait_is_deferred_to_the_broker_with_all_attempts() -> None:
     earlier = Attempt(attempt=0, category=Category.SYSTEM)
-    harness = LifecycleHarness(Transaction("1", attempts=1, history=(earlier,)), max_attempts=5, backoff=40.0, cap=0.0)
+    harness = LifecycleHarness(
+        Transaction(id="1", attempts=1, history=(earlier,)), max_attempts=5, backoff=40.0, cap=0.0
+    )
     outcome = harness.answer(Err(ErgonError("busy", code="b")), after=1.0).outcome
     assert outcome.kind is OutcomeKind.DEFERRED
     assert (str(outcome.error), outcome.attempts) == ("busy", 2)
@@ -427,7 +429,7 @@ def test_a_long_wait_is_deferred_to_the_broker_with_all_attempts() -> None:
 
 
 def test_a_stopped_lifecycle_releases_its_transaction_unchanged() -> None:
-    harness = LifecycleHarness(Transaction("1", attempts=1), max_attempts=4, backoff=1.0).answer(Err(ValueError()))
+    harness = LifecycleHarness(Transaction(id="1", attempts=1), max_attempts=4, backoff=1.0).answer(Err(ValueError()))
     assert isinstance(harness.effect, Sleep)
     outcome = harness.answer(Interrupted()).outcome
     assert (outcome.kind, outcome.reason, outcome.attempts) == (OutcomeKind.RELEASED, "stop", 1)
@@ -463,7 +465,7 @@ def test_a_stopped_success_handler_releases_the_processed_transaction() -> None:
 
 def test_the_history_is_the_last_ten_attempts_of_the_process_step() -> None:
     earlier = tuple(Attempt(attempt=number, category=Category.SYSTEM) for number in range(9))
-    outcome = Outcome(Transaction("1", history=earlier))
+    outcome = Outcome(Transaction(id="1", history=earlier))
     error = BusinessError("no", code="c")
     steps = ("process", "success", "process", "exception")
     outcome.failed_attempts = [

@@ -54,5 +54,5 @@ def test_a_producer_has_no_fetched_delivery_in_flight():
         def produce_transaction(self, transaction):
             seen.append(running_loops(self).in_flight)
 
-    Producer().produce_transactions([Transaction("one", source="here")])
+    Producer().produce_transactions([Transaction(id="one", source="here")])
     assert seen == [0]

@@ -45,7 +45,7 @@ class UnreachableQueue(MemoryConnector):
 @pytest.mark.parametrize("variant", ["def", "async def"])
 def test_a_lost_connection_is_a_not_fetching_reason_until_a_fetch_succeeds(variant):
     queue = UnreachableQueue()
-    queue.dispatch([Transaction("order-1")])
+    queue.dispatch([Transaction(id="order-1")])
 
     def handle(order):
         queue.reasons.append(running_loops(queue.task).not_fetching_reasons)
@@ -68,7 +68,7 @@ def test_rejected_writes_are_a_not_fetching_reason_although_reads_succeed(varian
         write_refusal = "the memory is full"
 
     queue, reasons = FullQueue("orders"), []
-    queue.dispatch([Transaction("order-1")])
+    queue.dispatch([Transaction(id="order-1")])
 
     def handle(order):
         reasons.append(running_loops(task).not_fetching_reasons)
@@ -111,7 +111,7 @@ def test_a_producer_has_no_not_fetching_reason():
         reasons.append(running_loops(send).not_fetching_reasons)
         return "sent"
 
-    send.produce_transactions([Transaction("order-1")])
+    send.produce_transactions([Transaction(id="order-1")])
     assert reasons == [[]]
 
 
@@ -150,7 +150,7 @@ def test_an_idle_loop_is_woken_to_call_its_gates(variant):
 
 def test_fetched_deliveries_without_an_outcome_are_in_flight():
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction("order-1"), Transaction("order-2")])
+    queue.dispatch([Transaction(id="order-1"), Transaction(id="order-2")])
     counts = []
     task = consumer(queue)(lambda order: counts.append(running_loops(task).in_flight))
     task.run()
@@ -184,7 +184,7 @@ def test_the_first_fetch_with_work_is_reported_once_and_before_the_work_starts(v
     async def handle_async(order):
         handle(order)
 
-    queue.dispatch([Transaction("order-1"), Transaction("order-2")])
+    queue.dispatch([Transaction(id="order-1"), Transaction(id="order-2")])
     policy = ConsumerPolicy.load({"loop": {"concurrency": {"value": 1}, "batch": {"size": 1}}})
     task = consumer(queue, policy=policy)(handle if variant == "def" else handle_async)
     running_loops(task).on_first_fetch = lambda: events.append("fetched")

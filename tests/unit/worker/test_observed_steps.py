@@ -89,7 +89,7 @@ def collect_warnings(caplog):
 
 
 def make_outcome(kind, *, error=None, reason=None, attempts=0):
-    result = Outcome(Transaction("a"), kind, reason=reason)
+    result = Outcome(Transaction(id="a"), kind, reason=reason)
     result.error, result.attempts = error, attempts
     return result
 

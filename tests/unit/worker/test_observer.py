@@ -129,7 +129,7 @@ def collect_warnings(caplog):
 
 
 def make_outcome(kind, *, transaction=None, **attributes):
-    result = Outcome(transaction or Transaction("a", source="orders"), kind)
+    result = Outcome(transaction or Transaction(id="a", source="orders"), kind)
     for name, value in attributes.items():
         setattr(result, name, value)
     return result
@@ -220,7 +220,7 @@ def test_a_fetch_is_counted_with_its_time_and_its_attempts(fake_time):
     for number in range(3):
         fetching.on_attempt_start(number)
     fake_time.seconds += 0.75
-    harness.observer.on_fetch_end([Delivery(Transaction("a"), 1)], None)
+    harness.observer.on_fetch_end([Delivery(Transaction(id="a"), 1)], None)
     assert harness.metric(names.STEPS) == {("fetch",): 1}
     assert harness.metric(names.STEP_SECONDS) == {("fetch",): 0.75}
     buckets = harness.metric(names.STEP_BUCKETS)
@@ -250,7 +250,7 @@ def test_a_fetch_span_has_its_number_of_deliveries_and_an_attempt_span(caplog):
     context = fetching.on_attempt_start(0)
     assert get_span(context).name == "fetch_transactions.attempt"
     fetching.on_attempt_end(0, None)
-    harness.observer.on_fetch_end([Delivery(Transaction("a"), 1), Delivery(Transaction("b"), 2)], None)
+    harness.observer.on_fetch_end([Delivery(Transaction(id="a"), 1), Delivery(Transaction(id="b"), 2)], None)
     fetch, attempt = harness.spans["fetch_transactions"], harness.spans["fetch_transactions.attempt"]
     assert dict(fetch.attributes) == {"ergon.batch.fetched": 2}
     assert attempt.parent.span_id == fetch.context.span_id
@@ -343,7 +343,7 @@ def test_the_age_of_a_queue_is_that_of_its_oldest_fetched_transaction(fake_time,
     assert fake_time.time() == WALL_TIME
     harness = LoopHarness()
     harness.fetch(
-        *(Transaction(f"t{number}", created_at=created_at) for number, created_at in enumerate(creation_times))
+        *(Transaction(id=f"t{number}", created_at=created_at) for number, created_at in enumerate(creation_times))
     )
     assert harness.metric(names.QUEUE_AGE) == age
 
@@ -354,7 +354,7 @@ def test_the_age_of_a_queue_is_that_of_its_oldest_fetched_transaction(fake_time,
 def test_a_transaction_span_has_its_id_and_no_payload():
     harness = LoopHarness()
     harness.fetch()
-    result = make_outcome(OutcomeKind.SUCCEEDED, transaction=Transaction("a", {"customer": 7}), attempts=1)
+    result = make_outcome(OutcomeKind.SUCCEEDED, transaction=Transaction({"customer": 7}, id="a"), attempts=1)
     harness.observer.on_transaction_start(result.transaction, None).on_end(result)
     expected = {"ergon.transaction.id": "a", "ergon.outcome": "succeeded", "ergon.attempts": 1}
     assert dict(harness.spans["start_processing"].attributes) == {"ergon.task": "Orders"} | expected
@@ -364,7 +364,7 @@ def test_a_consumed_transaction_continues_its_trace_and_a_produced_one_belongs_t
     for produce, name in ((False, "start_processing"), (True, "start_producing")):
         harness = LoopHarness(produce=produce)
         harness.observer.on_batch(1)
-        result = make_outcome(OutcomeKind.SUCCEEDED, transaction=Transaction("a", trace=CARRIER))
+        result = make_outcome(OutcomeKind.SUCCEEDED, transaction=Transaction(id="a", trace=CARRIER))
         harness.observer.on_transaction_start(result.transaction, None).on_end(result)
         assert (f"{harness.spans[name].context.trace_id:032x}" == REMOTE_TRACE_ID) is not produce
 
@@ -379,7 +379,7 @@ def test_without_tracing_a_transaction_has_no_observer():
 def test_transactions_of_an_unsampled_root_share_one_observer_and_start_no_span():
     sampler = RecordingSampler(ALWAYS_OFF)
     harness = LoopHarness(sampler=sampler, streaming=True)
-    first, second, third = (Transaction(name) for name in "abc")
+    first, second, third = (Transaction(id=name) for name in "abc")
     harness.fetch(first, second)
     observer = harness.observer.on_transaction_start(first, None)
     assert observer.recording is False
@@ -426,7 +426,7 @@ def test_settlements_are_counted_by_result():
 @pytest.mark.parametrize("spans", [True, False])
 def test_a_refused_delivery_is_counted_and_logged_and_ends_its_batch(caplog, spans):
     harness = LoopHarness(streaming=True, spans=spans)
-    transaction = Transaction("a", source="orders")
+    transaction = Transaction(id="a", source="orders")
     harness.fetch(transaction)
     assert "consume_transactions" not in harness.spans
     harness.observer.on_rejected(Delivery(transaction, "a", deliveries=6), "max_deliveries")
@@ -446,7 +446,7 @@ def test_a_refused_delivery_is_counted_and_logged_and_ends_its_batch(caplog, spa
 @pytest.mark.spec("CON-17")
 def test_the_end_of_the_last_transaction_ends_its_batch():
     harness = LoopHarness(streaming=True)
-    results = [make_outcome(OutcomeKind.SUCCEEDED, transaction=Transaction(name)) for name in "ab"]
+    results = [make_outcome(OutcomeKind.SUCCEEDED, transaction=Transaction(id=name)) for name in "ab"]
     harness.fetch(*(each.transaction for each in results))
     harness.observer.on_transaction_end(results[0])
     assert "consume_transactions" not in harness.spans
@@ -485,7 +485,7 @@ def test_the_end_of_a_transaction_is_logged_with_all_its_fields(caplog):
     harness = LoopHarness()
     harness.observer.on_batch(5)
     error = with_cause(TransactionException("token=pw down", code="offline"), OSError("no route"))
-    transaction = Transaction("a", source="orders", correlation="c-1", tenant="acme")
+    transaction = Transaction(id="a", source="orders", correlation="c-1", tenant="acme")
     result = make_outcome(
         OutcomeKind.EXCEPTION_HANDLER_FAILED,
         transaction=transaction,

@@ -55,7 +55,7 @@ class ProduceHarness:
         self.interrupted: list[Slot] = []
         self.effect: Any = None
         self.report: Any = None
-        self.transactions = [Transaction(one, attempts=3) if isinstance(one, str) else one for one in transactions]
+        self.transactions = [Transaction(id=one, attempts=3) if isinstance(one, str) else one for one in transactions]
         retry = RetryPolicy()
         handler = {"classify": classify_handler, "timeout_error": timeout_error}
         self.produce_run = ProduceRun(
@@ -152,12 +152,12 @@ def test_an_empty_list_is_done_immediately() -> None:
 
 def test_changing_the_list_after_the_call_to_produce_changes_nothing() -> None:
     harness = ProduceHarness("a")
-    harness.transactions.append(Transaction("b"))
+    harness.transactions.append(Transaction(id="b"))
     assert len(harness.end_slots(0).report.outcomes) == 1
 
 
 def test_the_same_id_of_two_sources_is_two_transactions() -> None:
-    harness = ProduceHarness([Transaction("a", source="x"), Transaction("a", source="y")])
+    harness = ProduceHarness([Transaction(id="a", source="x"), Transaction(id="a", source="y")])
     assert harness.started_ids == "aa"
     assert len(set(map(id, harness.end_slots(0, 1).report.outcomes))) == 2
 

@@ -27,7 +27,7 @@ def options() -> telemetry.TelemetryOptions:
 
 
 def test_tracebacks_of_an_outcome_are_formatted_once(options, monkeypatch) -> None:
-    outcome, formatted = Outcome(Transaction("a", 1)), []
+    outcome, formatted = Outcome(Transaction(1, id="a")), []
     outcome.error = raise_and_catch(ErgonError("broken"))
 
     def format_traceback(error, _options):
@@ -59,7 +59,7 @@ def test_only_a_lost_connection_has_its_message_in_probes() -> None:
 
 
 def test_the_same_object_is_the_same_work_although_its_payload_equals_nothing() -> None:
-    transaction = Transaction("a", float("nan"))
+    transaction = Transaction(float("nan"), id="a")
     assert produce._is_same_work(transaction, transaction)
     assert produce._is_same_work(transaction, transaction.replace(payload=float("nan"))) is False
 
@@ -69,7 +69,7 @@ def test_the_same_object_is_the_same_work_although_its_payload_equals_nothing() 
     [(OutcomeKind.RELEASED, True, 1), (OutcomeKind.RELEASED, False, 0), (OutcomeKind.SUCCEEDED, True, 0)],
 )
 def test_a_report_counts_released_transactions_that_were_started(kind, started, expected) -> None:
-    outcome, report = Outcome(Transaction("a", 1), kind), Report()
+    outcome, report = Outcome(Transaction(1, id="a"), kind), Report()
     outcome.started = started
     report.add(outcome)
     assert report.released_started == expected

@@ -17,7 +17,7 @@ from ergon_framework.worker.exceptions import BusinessError
 from ergon_framework.worker.report import Outcome, OutcomeKind, ProduceReport, Report, StopReason
 from ergon_framework.worker.running import RunningLoops, running_loops
 
-TRANSACTION = Transaction("1", attempts=3)
+TRANSACTION = Transaction(id="1", attempts=3)
 
 
 def test_outcome_kinds_and_stop_reasons_have_stable_values() -> None:
@@ -48,7 +48,7 @@ def test_an_outcome_has_its_category_its_steps_and_whether_its_call_still_runs()
 
 
 def test_the_repr_of_an_outcome_shows_its_id_and_result_but_no_payload() -> None:
-    outcome = Outcome(Transaction("7", {"card": "4111"}, attempts=2), OutcomeKind.FAILED)
+    outcome = Outcome(Transaction({"card": "4111"}, id="7", attempts=2), OutcomeKind.FAILED)
     outcome.error = BusinessError("no")
     assert repr(outcome) == "Outcome('7', failed, attempts=2, error=BusinessError('no'))"
 

@@ -28,7 +28,7 @@ from ergon_framework.worker.produce import ProduceRun
 from ergon_framework.worker.report import Outcome, OutcomeKind, Report
 from ergon_framework.worker.settle import CLOSE_EVENT, PendingSettlement, Settler
 
-TRANSACTION = Transaction("1")
+TRANSACTION = Transaction(id="1")
 
 
 class ManualClock:
@@ -185,7 +185,7 @@ def test_a_settler_interrupted_during_the_grace_period_of_a_call_sends_nothing_m
 
 def test_a_loop_needs_no_observer() -> None:
     driver = ThreadDriver(2)
-    queue = [[Delivery(Transaction("1"), 1), Delivery(Transaction("2"), 2, deliveries=11)], []]
+    queue = [[Delivery(Transaction(id="1"), 1), Delivery(Transaction(id="2"), 2, deliveries=11)], []]
     connector_calls = ConnectorCalls(
         fetch=lambda _size: queue.pop(0),
         settle=lambda settlings: [SettleResult.SETTLED] * len(settlings),

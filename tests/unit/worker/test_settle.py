@@ -110,7 +110,7 @@ def make_item(
     settlement: Settlement | None = Ack(),  # noqa: B008 - frozen
     kind: OutcomeKind = OutcomeKind.SUCCEEDED,
 ) -> PendingSettlement:
-    transaction = Transaction(name)
+    transaction = Transaction(id=name)
     return PendingSettlement(Delivery(transaction, name), settlement, Outcome(transaction, kind))
 
 
@@ -177,9 +177,11 @@ def test_an_interrupt_during_the_linger_leaves_settlements_to_the_broker() -> No
 @pytest.mark.spec("DX-05")
 def test_every_enqueued_settlement_is_pending_until_it_is_finished() -> None:
     harness = SettlerHarness()
-    one = PendingSettlement(Delivery(Transaction("a"), "a"), later := Defer(3.0), outcome := Outcome(Transaction("a")))
+    one = PendingSettlement(
+        Delivery(Transaction(id="a"), "a"), later := Defer(3.0), outcome := Outcome(Transaction(id="a"))
+    )
     harness.settler.enqueue(one)
-    harness.settler.enqueue(PendingSettlement(Delivery(Transaction("b"), "b"), Ack(), None))
+    harness.settler.enqueue(PendingSettlement(Delivery(Transaction(id="b"), "b"), Ack(), None))
     assert harness.settler.pending == 2
     assert [each.delivery.receipt for each in harness.mailbox.take()] == ["a", "b"]
     assert harness.settler.pending == 2, "also when a waiting settler has taken them"
@@ -314,7 +316,7 @@ def test_there_is_no_call_when_all_claims_are_kept() -> None:
 def test_a_settled_claim_is_removed_and_its_outcome_is_reported() -> None:
     reported: list[Outcome] = []
     harness = SettlerHarness(on_outcome=reported.append)
-    one, rejected = make_item("a"), PendingSettlement(Delivery(Transaction("b"), "b"), DeadLetter("expired"), None)
+    one, rejected = make_item("a"), PendingSettlement(Delivery(Transaction(id="b"), "b"), DeadLetter("expired"), None)
     harness.settler.claims.update({"a": one.delivery, "b": rejected.delivery, "c": one.delivery})
     harness.answer([one, rejected]).answer(Ok([RESULT_SETTLED, RESULT_SETTLED]))
     assert list(harness.settler.claims) == ["c"]
@@ -339,7 +341,7 @@ def test_a_loop_that_waits_for_capacity_is_notified_once() -> None:
 
 
 def make_outcome(kind: OutcomeKind, error: Any = None, settlement: Any = None) -> Outcome:
-    result = Outcome(Transaction("1"), kind)
+    result = Outcome(Transaction(id="1"), kind)
     result.error, result.settlement = error, settlement
     return result
 
@@ -385,7 +387,7 @@ def test_only_settlements_that_redeliver_require_an_exited_call() -> None:
 
 def test_a_failure_record_contains_everything_known() -> None:
     outcome = Outcome(
-        Transaction("1", source="orders", tenant="acme", correlation="c-1", attempts=1),
+        Transaction(id="1", source="orders", tenant="acme", correlation="c-1", attempts=1),
         OutcomeKind.EXCEPTION_HANDLER_FAILED,
     )
     error = TransactionException("it broke", Category.TIMEOUT, final=True, code="slow")
@@ -427,7 +429,7 @@ def test_a_failure_record_contains_everything_known() -> None:
 
 @pytest.mark.spec("DX-03")
 def test_the_step_of_a_record_is_that_of_its_error() -> None:
-    outcome = Outcome(Transaction("1"), OutcomeKind.FAILED)
+    outcome = Outcome(Transaction(id="1"), OutcomeKind.FAILED)
     outcome.error = BusinessError("no")
     assert make_record(outcome).step is None
     outcome.failed_attempts = [
@@ -442,7 +444,7 @@ def make_record(outcome: Outcome) -> Failure:
 
 
 def test_a_record_without_an_error_names_the_decision() -> None:
-    outcome = Outcome(Transaction("1"))
+    outcome = Outcome(Transaction(id="1"))
     record = make_record(outcome)
     assert (record.category, record.reason_code, record.error_type) == (Category.SYSTEM, "expired", "DeadLetter")
     assert (record.error_message, record.final, record.step, record.trace_id) == ("expired", False, None, None)
@@ -452,7 +454,7 @@ def test_a_record_without_an_error_names_the_decision() -> None:
 
 
 def test_a_record_of_an_error_without_a_cause_names_the_error_itself() -> None:
-    outcome = Outcome(Transaction("1"), OutcomeKind.FAILED)
+    outcome = Outcome(Transaction(id="1"), OutcomeKind.FAILED)
     outcome.error = BusinessError("no")
     record = make_record(outcome)
     assert (record.error_type, record.error_message) == ("BusinessError", "no")
@@ -463,7 +465,7 @@ def test_particulars_of_an_error_are_recorded_unless_the_engine_knows_better() -
     class RejectedError(BusinessError):
         pass
 
-    outcome = Outcome(Transaction("1", tenant="acme"), OutcomeKind.FAILED)
+    outcome = Outcome(Transaction(id="1", tenant="acme"), OutcomeKind.FAILED)
     error = RejectedError("no")
     error.details = {
         "provider_name": "rank",

@@ -80,7 +80,7 @@ def measure_stretches(kind, policy):
     """The stretches of time between two deferrals, from the first attempt of each to its end."""
     simulation = Simulation()
     task = kind(simulation, policy)
-    task.connector.dispatch([Transaction("one", source="slow")])
+    task.connector.dispatch([Transaction(id="one", source="slow")])
     durations = []
     while task.connector.depth().ready + task.connector.depth().delayed:
         before = len(simulation.trace)
@@ -120,7 +120,7 @@ def test_a_transaction_is_never_called_more_often_than_computed():
     worst = compute_worst_case(policy)
     simulation = Simulation()
     task = SlowConsumer(simulation, policy)
-    task.connector.dispatch([Transaction("one", source="slow")])
+    task.connector.dispatch([Transaction(id="one", source="slow")])
     while task.connector.depth().ready + task.connector.depth().delayed:
         simulation.consume(task, policy)
         simulation.run(sleep(simulation.monotonic() + 50.0))
@@ -226,7 +226,7 @@ SHORT_RETRY = {"max_attempts": 1, "timeout": 1.0, "exit_grace": 0.1}
 @pytest.mark.parametrize("kind", [RecordingConsumer, AsyncRecordingConsumer])
 def test_a_policy_beyond_the_broker_deadline_is_rejected_before_the_first_fetch(kind):
     task = kind()
-    task.connector.dispatch([Transaction("one", source="orders")])
+    task.connector.dispatch([Transaction(id="one", source="orders")])
     with pytest.raises(
         ConfigurationError, match=r"'orders' redelivers a claim after 30 s .* claims last for 1,5\d\d s"
     ):
@@ -238,7 +238,7 @@ def test_a_policy_beyond_the_broker_deadline_is_rejected_before_the_first_fetch(
 @pytest.mark.parametrize("kind", [RecordingConsumer, AsyncRecordingConsumer])
 def test_a_policy_within_the_broker_deadline_runs(kind):
     task = kind()
-    task.connector.dispatch([Transaction("one", source="orders")])
+    task.connector.dispatch([Transaction(id="one", source="orders")])
     steps = {name: {"retry": SHORT_RETRY} for name in ("process", "success", "exception", "settle")}
     assert run_task(task, ConsumerPolicy.load({"steps": steps})).finished == 1
     assert [transaction.id for transaction in task.seen] == ["one"]

@@ -384,7 +384,7 @@ class NatsQueue(AsyncConnector):
         try:
             connection = connection or await self._get_connection()
             await self._load_states(connection, claims)
-            transaction = Transaction("released")
+            transaction = Transaction(id="released")
             await self._settler.settle([(Delivery(transaction, claim), Release()) for claim in claims], connection)
         except (ConnectionLostError, api.ApiError) as error:
             logs.log_event(
@@ -527,7 +527,9 @@ class NatsQueue(AsyncConnector):
                 due = max(due, state.due)
             if due > now:
                 claim.keep_state = True
-                early.append((Delivery(Transaction("early"), claim), Defer(min(due - now + 0.001, MAX_DELAY_SECONDS))))
+                early.append(
+                    (Delivery(Transaction(id="early"), claim), Defer(min(due - now + 0.001, MAX_DELAY_SECONDS)))
+                )
         if early:
             await self._settler.settle(early, connection)
 

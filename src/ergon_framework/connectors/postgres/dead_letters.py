@@ -152,7 +152,7 @@ def _to_record(row: DeadLetterRow, name: str, codec: Codec) -> DeadLetterRecord:
     else:
         transaction, error = decode(codec, body, headers, source=name)
     if not readable or isinstance(error, UndecodableError):
-        transaction = Transaction(transaction_id, body, source=name)
+        transaction = Transaction(body, id=transaction_id, source=name)
     record = None if failure is None else Failure.model_validate_json(failure)
     settlement = DeadLetter(reason, reveal_failure(get_codec_keys(codec), record))
     delivery = Delivery(transaction, handle, deliveries)

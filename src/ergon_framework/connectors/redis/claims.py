@@ -237,7 +237,7 @@ class ClaimManager:
                 return []  # the answer may contain claims of a fetch that began meanwhile
         release = Release()
         return [
-            (Delivery(Transaction("unknown", None), RedisReceipt(entry_id, self.consumer, count, 0)), release)
+            (Delivery(Transaction(None, id="unknown"), RedisReceipt(entry_id, self.consumer, count, 0)), release)
             for entry_id, _, _, count in pending
             if entry_id not in self.held
         ]

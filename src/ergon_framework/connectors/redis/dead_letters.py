@@ -106,7 +106,7 @@ def _to_record(entry: Sequence[Any], messages: Messages, name: str) -> DeadLette
     transaction, error = messages.decode(body, headers) if size < 0 else messages.describe(size, headers)
     readable = error is None and dead_fields.get("readable") != "0"
     if not readable and not isinstance(error, MissingKeyError):
-        transaction = Transaction(dead_fields.get("id") or transaction.id, body if size < 0 else None, source=name)
+        transaction = Transaction(body if size < 0 else None, id=dead_fields.get("id") or transaction.id, source=name)
     failure = None if "failure" not in dead_fields else Failure.model_validate_json(dead_fields["failure"])
     settlement = DeadLetter(dead_fields.get("reason", ""), reveal_failure(get_codec_keys(messages.codec), failure))
     return DeadLetterRecord.from_delivery(

@@ -68,7 +68,7 @@ class Invocation:
     def transaction(self) -> Transaction:
         """The transaction in which the body runs: the keys of all its calls derive from it."""
         return Transaction(
-            self.explicit_key or self.task_id,
+            id=self.explicit_key or self.task_id,
             source=self.task_name,
             tenant=self.tenant_id,
             correlation=self.correlation_id,

@@ -192,7 +192,7 @@ async def a_producer_can_ask_what_became_of_an_id(context: BoundaryCheckContext)
 
 @check("FAC-25")
 async def a_handler_that_runs_again_appends_the_same_fact(context: BoundaryCheckContext) -> None:
-    order = Transaction("order-7", {"total": 12}, source="orders", created_at=1_700_000_000.25)
+    order = Transaction({"total": 12}, id="order-7", source="orders", created_at=1_700_000_000.25)
     confirmations = []
     for attempt in range(2):
         # A new client, like that of another process that runs the handler again.

@@ -41,8 +41,8 @@ COUNTED_DEFERRAL = Deferral(
 
 def _make_full_transaction() -> Transaction:
     return Transaction(
-        "tx:full/1",
         {"text": "Grüße", "number": 1.5, "list": [1, None, True], "deep": {"er": []}},
+        id="tx:full/1",
         source="shop",
         type="order.placed",
         schema_version=3,

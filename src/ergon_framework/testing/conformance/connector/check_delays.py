@@ -170,7 +170,7 @@ async def _check_restart(fault: str, context: CheckContext) -> None:
             for number in range(RESTART_COUNT)
         ]
     }
-    await client.dispatch(*(Transaction(name, {}, not_before=due) for name, due in sent.items()))
+    await client.dispatch(*(Transaction({}, id=name, not_before=due) for name, due in sent.items()))
     # Some brokers hold a message back only once a client has fetched it.
     await client.expect_nothing(reason="all are delayed")
     async with context.outage(fault):

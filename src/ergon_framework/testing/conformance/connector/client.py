@@ -247,7 +247,7 @@ class CheckContext:
                 await client.close()
 
     def transaction(self, number: int | str = 0, payload: Any = None, **fields: Any) -> Transaction:
-        return Transaction(f"tx-{number}", {"number": number} if payload is None else payload, **fields)
+        return Transaction({"number": number} if payload is None else payload, id=f"tx-{number}", **fields)
 
     def transactions(self, count: int, **fields: Any) -> list[Transaction]:
         return [self.transaction(number, **fields) for number in range(count)]
