@@ -244,7 +244,7 @@ poison-postgres: $(STAMP) ## one transaction that ends every process, among 500
 chaos-brokers: $(STAMP) ## 20,000 transactions on each broker through kills, stops, crashes and cuts (root; MINUTES=5, SEED=1)
 	$(BIN)/python tests/chaos/brokers.py --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
-chaos-delays: $(STAMP) ## 20,000 delayed transactions on each broker, due within a minute, and a killed server; about 8 minutes
+chaos-delays: $(STAMP) ## 20,000 delayed transactions on each broker, due within a minute, and a killed server; about 13 minutes
 	$(BIN)/python tests/chaos/delays.py
 
 chaos-memory: $(STAMP) ## a message larger than its worker's memory, under a memory cgroup, on each broker (root); about 7 minutes

@@ -46,6 +46,20 @@ class ComesTooEarly(_SettlementChanger):
         return settlement
 
 
+class HalvesDispatchDelays(MemoryConnector):
+    """The delays of dispatched transactions are halved."""
+
+    def _add(self, contents, delays):
+        super()._add(contents, [delay / 2 for delay in delays])
+
+
+class AcceptsEveryPriority(MemoryConnector):
+    """A priority is accepted although there are none."""
+
+    def prepare(self, transaction):
+        return super().prepare(transaction.replace(priority=0))
+
+
 class CountsReleases(MemoryConnector):
     """A release counts as a delivery."""
 
