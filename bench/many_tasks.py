@@ -59,9 +59,10 @@ def note():
     global began, count
     count += 1
     if count == FIRST:
-        began = time.perf_counter()
+        began = time.perf_counter(), time.process_time()
     if count == LAST:
-        Path("seconds.part").write_text(str(time.perf_counter() - began))
+        seconds = [time.perf_counter() - began[0], time.process_time() - began[1]]
+        Path("seconds.part").write_text(json.dumps(seconds))
         Path("seconds.part").rename("seconds")
 """
 TASK = """
@@ -104,8 +105,8 @@ class Bench:
         wait_until(lambda: probe.exists() and is_running(json.loads(probe.read_text(encoding="utf-8"))))
         return process
 
-    def measure_throughput(self, *tasks: str) -> float:
-        """Return the messages a second of the busy task while *tasks* run."""
+    def measure_throughput(self, *tasks: str) -> tuple[float, float]:
+        """Return the messages of the busy task a second, and a second of processor time, while *tasks* run."""
         seconds = self.folder / "seconds"
         go = self.folder / "go"
         for path in (seconds, go):
@@ -123,7 +124,8 @@ class Bench:
             wait_until(seconds.exists)
         finally:
             stop(process)
-        return self.messages / float(seconds.read_text(encoding="utf-8"))
+        wall_seconds, cpu_seconds = json.loads(seconds.read_text(encoding="utf-8"))
+        return self.messages / wall_seconds, self.messages / cpu_seconds
 
 
 def is_running(health: dict[str, object]) -> bool:
@@ -176,7 +178,7 @@ def compare_memory(bench: Bench, process_count: int) -> dict[str, float]:
     }
 
 
-def compare_throughput(bench: Bench, variant: str, rounds: int) -> dict[str, float]:
+def compare_throughput(bench: Bench, variant: str, rounds: int) -> dict[str, object]:
     """Return the throughput of the busy task alone and among forty, and their proportion, as medians."""
     bench.write_app(variant)
     alone, among = [], []
@@ -184,13 +186,21 @@ def compare_throughput(bench: Bench, variant: str, rounds: int) -> dict[str, flo
         # In turns, and each of them first in every other round.
         for runs, tasks in ((alone, "app:task_0"), (among, "app"))[:: 1 if number % 2 else -1]:
             runs.append(bench.measure_throughput(tasks))
-        print(f"  {variant} {alone[-1]:8.0f}/s alone {among[-1]:8.0f}/s among forty", file=sys.stderr, flush=True)
-    ratios = [together / single for together, single in zip(among, alone, strict=True)]
+        print(
+            f"  {variant} {alone[-1][0]:8.0f}/s alone {among[-1][0]:8.0f}/s among forty; a second of processor time: "
+            f"{alone[-1][1]:8.0f} {among[-1][1]:8.0f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    ratios, cpu_ratios = (
+        [together[index] / single[index] for together, single in zip(among, alone, strict=True)] for index in (0, 1)
+    )
     return {
-        f"{variant}_alone_per_second": round(statistics.median(alone)),
-        f"{variant}_among_forty_per_second": round(statistics.median(among)),
+        f"{variant}_alone_per_second": round(statistics.median(each[0] for each in alone)),
+        f"{variant}_among_forty_per_second": round(statistics.median(each[0] for each in among)),
         f"{variant}_ratio": round(statistics.median(ratios), 3),
         f"{variant}_ratios": [round(each, 3) for each in sorted(ratios)],
+        f"{variant}_cpu_ratio": round(statistics.median(cpu_ratios), 3),
     }
 
 

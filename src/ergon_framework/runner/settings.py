@@ -47,7 +47,7 @@ class UnknownQueueError(ConfigurationError):
 
 
 class RestartSettings(Policy):
-    """How an exited process is replaced."""
+    """How an exited process is replaced, and a streaming loop that ended with an error is restarted."""
 
     backoff: Seconds = Field(default=0.5, description="Seconds to wait before the first replacement.")
     multiplier: float = Field(default=2.0, ge=1, description="Factor between two consecutive waits.")
@@ -110,9 +110,11 @@ class RunSettings(Policy):
     )
     pausable: bool = Field(
         default=True,
-        description="Apply ergon pause if a database is configured; needs one extra connection per process.",
+        description="Apply ergon pause if a database is configured; needs one extra connection per task and process.",
     )
-    restart: RestartSettings = Field(default=RestartSettings(), description="How exited processes are replaced.")
+    restart: RestartSettings = Field(
+        default=RestartSettings(), description="How exited processes and loops are restarted."
+    )
     probes: ProbeSettings = Field(default=ProbeSettings(), description="How a run reports that it is live and ready.")
     metrics: MetricsSettings = Field(default=MetricsSettings(), description="Metrics of the queue.")
     journal: JournalSettings = Field(default=JournalSettings(), description="The database journal of outcomes.")

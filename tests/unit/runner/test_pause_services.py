@@ -22,6 +22,8 @@ def make_settings(dsn="postgresql://nowhere", is_pausable=True):
 def test_there_is_no_gate_without_a_database_or_when_pauses_are_disabled(settings, caplog):
     with pause_gates([SimpleNamespace(name="charge")], settings) as gates:
         assert gates == [()]
+    with pause_gates([SimpleNamespace(name="charge"), SimpleNamespace(name="email")], settings) as gates:
+        assert gates == [(), ()]
     assert not caplog.records
 
 
