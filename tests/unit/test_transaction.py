@@ -180,7 +180,7 @@ def test_a_derived_id_depends_on_nothing_but_source_id_and_name(name):
 
 @pytest.mark.spec("CON-48")
 def test_a_derived_id_is_the_same_in_another_process():
-    program = "from ergon_framework.transaction import Transaction as T; print(T('ü', source='s').derive('n'))"
+    program = "from ergon_framework.transaction import Transaction as T; print(T(id='ü', source='s').derive('n'))"
     process = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

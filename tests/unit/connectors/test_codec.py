@@ -55,8 +55,8 @@ payloads = st.recursive(
 )
 transactions = st.builds(
     Transaction,
-    visible,
     payloads,
+    id=visible,
     source=st.just("") | texts,
     type=st.just("") | texts,
     schema_version=st.integers(0, 999_999_999),

@@ -672,7 +672,7 @@ def test_a_task_is_live_when_it_runs_nothing(variant: str) -> None:
 
 def _get_claims(broker: ScriptedQueue) -> dict[Any, str]:
     """Receipts of what is claimed, with the ids."""
-    return {receipt: message.content.id for receipt, message in broker._claims.items()}
+    return {receipt: message.content[1]["ergon-id"] for receipt, message in broker._claims.items()}
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
