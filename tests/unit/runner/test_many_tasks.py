@@ -286,7 +286,7 @@ def test_an_event_loop_that_cannot_start_fails_its_tasks(monkeypatch):
     def fail():
         raise OSError("too many open files")
 
-    monkeypatch.setattr("ergon_framework.runner.event_loop._loop_factory", lambda: fail)
+    monkeypatch.setattr("ergon_framework.runner.process._loop_factory", lambda: fail)
     result = make_process([make_task(name, int, "async def") for name in "ab"]).run()
     assert [str(each.error) for each in result.tasks] == ["too many open files"] * 2
 
