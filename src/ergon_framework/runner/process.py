@@ -1,8 +1,9 @@
 """Run the tasks of one process: receive signals, drain all loops, and exit in time.
 
 Sync tasks run on a thread each. Async tasks share an event loop on one thread, so that they can share clients; an
-isolated one has its own. Each event loop has a watchdog, which names the task whose handler blocks it. The main thread only waits, so that it
-receives a signal whatever the tasks are doing, and a task that never ends cannot keep the process.
+isolated one has its own. Each event loop has a watchdog, which names the task whose handler blocks it. The main thread
+only waits, so that it receives a signal whatever the tasks are doing, and a task that never ends cannot keep the
+process.
 
 A shutdown passes through up to four stages and never returns to an earlier one; all tasks are stopped together. A
 process may have a parent, the supervisor of several worker processes, which sends it commands. A ``TaskRunner`` runs
