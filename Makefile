@@ -48,8 +48,16 @@ lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP) ## mypy, strict, on src
+types: $(STAMP) $(VENV)/.pyright ## mypy, strict, on src; pyright on the programs of tests/typing (needs npm)
 	$(BIN)/mypy
+	$(BIN)/python tests/typing/run_pyright.py $(VENV)/pyright/index.js
+
+# Pinned by its hash, as what draws the diagrams of the site.
+PYRIGHT := pyright-1.1.414
+$(VENV)/.pyright: constraints/pyright.sha256 | $(STAMP)
+	cd $(VENV) && npm pack --silent $(subst pyright-,pyright@,$(PYRIGHT)) && sha256sum --check ../constraints/pyright.sha256
+	mkdir -p $(VENV)/pyright && tar -xzf $(VENV)/$(PYRIGHT).tgz -C $(VENV)/pyright --strip-components 1
+	touch $@
 
 # Separate targets: `make exam` stops, kills and disconnects servers for minutes, and each document that is run
 # literally has its own wheel, environment and often servers.
