@@ -20,7 +20,7 @@ def test_no_secret_of_an_error_is_in_spans_and_logs(caplog):
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     queue = MemoryConnector("orders")
-    queue.dispatch([Transaction({"form": form}, id=form) for form in FORMS])
+    queue.dispatch([Transaction({"form": form}, id=form.replace(" ", "-")) for form in FORMS])
 
     @consumer(queue, policy=ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}}))
     def charge(payload):
