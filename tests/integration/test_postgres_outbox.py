@@ -235,7 +235,7 @@ def test_the_current_trace_is_attached_and_an_explicit_trace_is_kept(dsn, queue)
 def test_one_unencodable_transaction_prevents_the_whole_dispatch_and_the_caller_can_continue(dsn, queue):
     with psycopg.connect(dsn) as connection:
         with pytest.raises(UnencodableError):
-            queue.dispatch_on(connection, [Transaction(id="good"), Transaction({1, 2}, id="bad")])
+            queue.dispatch_on(connection, [Transaction(id="good"), Transaction(object(), id="bad")])
         queue.dispatch_on(connection, [])
         queue.dispatch_on(connection, [Transaction(id="next")])
     assert [one.id for one in fetch_and_ack(queue)] == ["next"]

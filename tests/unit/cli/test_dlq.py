@@ -24,6 +24,7 @@ from ergon_framework.errors import ConnectionLostError
 from ergon_framework.failure import Attempt, Failure
 from ergon_framework.testing.memory_log import MemoryLog
 from ergon_framework.transaction import Transaction
+from tests.unit.object_codec import ObjectCodec
 
 APP = """
 from ergon_framework import BusinessError, MemoryConnector, Transaction, consumer
@@ -91,22 +92,6 @@ def shop(app_folder):
 def add_dead_letters(connector, *transactions, reason="bad"):
     connector.dispatch(transactions)
     connector.settle([(delivery, DeadLetter(reason)) for delivery in connector.fetch_transactions(len(transactions))])
-
-
-class ObjectCodec:
-    """A codec of a third party: its transactions can have values that JSON and headers cannot represent."""
-
-    max_bytes = None
-
-    def __init__(self):
-        self.transactions = []
-
-    def encode(self, transaction):
-        self.transactions.append(transaction)
-        return str(len(self.transactions) - 1).encode(), {}
-
-    def decode(self, body, headers, *, source=""):
-        return self.transactions[int(body)]
 
 
 def make_transactions(count):

@@ -20,6 +20,7 @@ from ergon_framework.executors.process import ExecutorCommand
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.worker.report import OutcomeKind
 from tests.log_events import get_event
+from tests.unit.object_codec import ObjectCodec
 
 PROGRAM = str(Path(__file__).with_name("stubborn.py"))
 COMMAND = ExecutorCommand(
@@ -30,9 +31,9 @@ RETRY = {"max_attempts": 2, "timeout": 0.3, "backoff": 0, "exit_grace": 3.0}
 POLICY = ConsumerPolicy.load({"loop": {"concurrency": {"value": 4}}, "steps": {"process": {"retry": RETRY}}})
 
 
-def run_consumer(variant, handler, *payloads, policy=POLICY, command=COMMAND, pool=POOL):
+def run_consumer(variant, handler, *payloads, policy=POLICY, command=COMMAND, pool=POOL, codec=None):
     """Run a function consumer over *payloads*; what its handlers were told, by transaction."""
-    connector, results = MemoryConnector("orders"), {}
+    connector, results = MemoryConnector("orders", codec=codec), {}
     connector.dispatch([Transaction(payload, id=str(number)) for number, payload in enumerate(payloads)])
 
     if variant == "sync":
@@ -137,7 +138,7 @@ def test_a_transaction_is_redelivered_without_an_attempt_while_all_executors_are
 
 @pytest.mark.spec("EXE-28")
 def test_a_payload_that_cannot_be_sent_is_final(variant):
-    results, report = run_consumer(variant, "echo", object())
+    results, report = run_consumer(variant, "echo", object(), codec=ObjectCodec())
     assert (results[0].final, results[0].code, report.failures[-1].attempts) == (True, "bad_line", 1)
 
 

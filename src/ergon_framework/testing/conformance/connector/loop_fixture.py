@@ -117,7 +117,7 @@ async def running_loop(
     """Run a consumer loop during the block; on exit it has stopped and settled everything it claimed."""
     loop = LoopRun(context, handler, delay)
     task_class: Any = _SyncCheckTask if context.variant == "sync" else _AsyncCheckTask
-    task = task_class(client.connector, loop=loop)
+    task = task_class(client.connector, services={"loop": loop})
     task = task if prepare is None else prepare(task)
     loop.task = task
     policy = make_policy(**loop_policy)
