@@ -17,6 +17,7 @@ from ergon_framework.task.handler import RawPayload
 from ergon_framework.task.middleware import AsyncMiddleware, AttemptContext, Middleware, TransactionContext
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.relay import relay
+from ergon_framework.task.routing import Router, router
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import (
     BusinessError,
@@ -61,6 +62,7 @@ __all__ = [
     "ProducerPolicy",
     "RawPayload",
     "RetryPolicy",
+    "Router",
     "SimpleConnector",
     "Task",
     "Transaction",
@@ -74,4 +76,5 @@ __all__ = [
     "producer",
     "queue",
     "relay",
+    "router",
 ]

@@ -32,6 +32,7 @@ from ergon_framework.runner.task_runner import Runnable
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
+from ergon_framework.task.routing import AsyncRouteHandler, RouteHandler
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
@@ -318,6 +319,8 @@ def _require_consumer(loaded: Any, *, name: str) -> Runnable:
         hint = f"a class; create an instance of it: {loaded.__name__.lower()} = {loaded.__name__}(connector)"
     elif isinstance(loaded, Task | AsyncTask):
         hint = "a task that only produces; name a consumer"
+    elif isinstance(loaded, RouteHandler | AsyncRouteHandler):
+        hint = f"a handler of the router {loaded.router.name!r}; name the router"
     elif callable(loaded):
         hint = "a plain function; decorate it with @consumer(connector)"
     else:

@@ -12,23 +12,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
-from ergon_framework.connectors.base import AsyncConnector, Connector, DeadLetter
+from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
-from ergon_framework.errors import Category, ConfigurationError
+from ergon_framework.errors import Category
 from ergon_framework.gates import Gate, Pause
 from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.handler import (
-    HandlerFunction,
-    HandlerKind,
-    TaskServices,
-    bind_handler,
-    bind_work,
-    validate_handler,
-)
+from ergon_framework.task.handler import FunctionSet, TaskServices, validate_handler
 from ergon_framework.task.keywords import apply_consumer_keywords, apply_producer_keywords, refuse_unknown_keywords
 from ergon_framework.task.middleware import AsyncMiddleware, Middleware
-from ergon_framework.task.payload import UNDECODABLE
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.send import Sender
 from ergon_framework.task.signature import callable_name, is_async
@@ -54,104 +46,18 @@ class Dependency(Protocol):
     def gate(self) -> Pause | None: ...
 
 
-class _FunctionTask(Generic[P, R]):
-    """The common part of all tasks that are made of a function."""
+class _Function(Generic[P, R]):
+    """A decorated function, which can still be called as one; other functions can become its handlers."""
 
-    services: Services
-
-    def declare(
-        self,
-        fn: Callable[P, Any],
-        *,
-        payload: Any,
-        name: str | None,
-        lifespan: Lifespan | None,
-        services: Mapping[str, Any],
-        names: Mapping[str, Any],
-    ) -> None:
-        """Store the options of the decorator; *names* is the scope of the declaration."""
-        self._task_services = TaskServices(frozenset(services), has_lifespan=lifespan is not None)
-        self._function = bind_work(fn, task=self._task_services, payload=payload, names=names)
-        self._success: HandlerFunction | None = None
-        self._failure: HandlerFunction | None = None
-        self._name = name or callable_name(fn)
-        self._lifespan = lifespan
-        self.__doc__ = fn.__doc__
-        self.__module__ = fn.__module__
-
-    @property
-    def name(self) -> str:
-        return self._name
+    _functions: FunctionSet
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function unchanged: for tests and for other code."""
-        return cast("R", self._function.fn(*args, **kwargs))
-
-    def lifespan(self) -> Any:
-        base: Any = super()
-        return base.lifespan() if self._lifespan is None else self._lifespan()
-
-    def read_payload(self, transaction: Transaction) -> Any:
-        """Return the payload as the declared type; raise TransactionException if it does not fit."""
-        return self._function.reader.read(transaction)
-
-    def _set_success(self, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
-        self._success = self._create_handler(fn, HandlerKind.SUCCESS, names)
-
-    def _set_failure(self, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
-        self._failure = self._create_handler(fn, HandlerKind.FAILURE, names)
-
-    def _create_handler(self, fn: Callable[..., Any], kind: HandlerKind, names: Mapping[str, Any]) -> HandlerFunction:
-        validate_handler(fn)
-        if is_async(fn) != isinstance(self, AsyncTask):
-            expected = "async def" if isinstance(self, AsyncTask) else "def"
-            raise ConfigurationError(f"{callable_name(fn)} must be declared with {expected}, as {self._name} is")
-        return bind_handler(fn, kind, work=self._function, task=self._task_services, names=names)
-
-    def _call_success(self, transaction: Transaction, result: Any) -> Any:
-        return None if self._success is None else self._success.call(transaction, self.services, result)
-
-    def _call_failure(self, transaction: Transaction, exc: TransactionException) -> Any:
-        """Call the failure handler; dead-letter a transaction whose payload is of no use to that handler."""
-        handler = self._failure
-        if (handler is None or not handler.takes_raw_payload) and not self._function.fits(transaction):
-            return DeadLetter(UNDECODABLE)
-        return None if handler is None else handler.call(transaction, self.services, exc)
-
-    # Read by the mixins: no middleware surrounds a handler that the task does not have, and no success step calls it.
-
-    @property
-    def _has_default_success(self) -> bool:
-        return self._success is None
-
-    @property
-    def _has_default_produce_success(self) -> bool:
-        return self._success is None
-
-    @property
-    def _has_default_exception(self) -> bool:
-        return self._failure is None
-
-    @property
-    def _has_default_produce_exception(self) -> bool:
-        return self._failure is None
-
-    @property
-    def service_names(self) -> frozenset[str]:
-        """The services that the functions of this task take; other services that it is given are not used."""
-        functions = (self._function, self._success, self._failure)
-        return frozenset(name for function in functions if function is not None for name in function.services)
-
-    def _merge_services(self, extra_services: Mapping[str, Any] | None) -> Services:
-        services = Services({**self.services, **(extra_services or {})}, owner=self._name)
-        for function in (self._function, self._success, self._failure):
-            for name in function.list_missing(services) if function is not None else ():
-                services[name]  # raises, and lists the available services
-        return services
+        return cast("R", self._functions.work.fn(*args, **kwargs))
 
 
-class _SyncHandlers(_FunctionTask[P, R]):
-    """The decorators of a sync task's handlers."""
+class SyncHandlers(_Function[P, R]):
+    """The decorators of a sync function's handlers."""
 
     def on_success(self, fn: F) -> F:
         """Make *fn* the success handler; it may return a settlement.
@@ -159,7 +65,7 @@ class _SyncHandlers(_FunctionTask[P, R]):
         It gets what its parameters ask for: the payload, the result of the task's function (annotated as that function
         returns it, or called ``result``), the transaction, and services.
         """
-        self._set_success(fn, _read_local_names())
+        self._functions.set_success(fn, read_local_names())
         return fn
 
     def on_failure(self, fn: F) -> F:
@@ -169,29 +75,104 @@ class _SyncHandlers(_FunctionTask[P, R]):
         the transaction, and services. A handler without a parameter annotated ``RawPayload`` is not called for a
         payload that does not fit its type; such a transaction is dead-lettered.
         """
-        self._set_failure(fn, _read_local_names())
+        self._functions.set_failure(fn, read_local_names())
         return fn
 
 
-class _AsyncHandlers(_FunctionTask[P, R]):
-    """The decorators of an async task's handlers."""
+class AsyncHandlers(_Function[P, R]):
+    """The decorators of an async function's handlers."""
 
     def on_success(self, fn: AsyncF) -> AsyncF:
-        """Make *fn* the success handler, as a sync task does."""
-        self._set_success(fn, _read_local_names())
+        """Make *fn* the success handler, as a sync function does."""
+        self._functions.set_success(fn, read_local_names())
         return fn
 
     def on_failure(self, fn: AsyncF) -> AsyncF:
-        """Make *fn* the failure handler, as a sync task does."""
-        self._set_failure(fn, _read_local_names())
+        """Make *fn* the failure handler, as a sync function does."""
+        self._functions.set_failure(fn, read_local_names())
         return fn
 
 
-class Consumer(_SyncHandlers[P, R], Sender, ConsumerMixin, Task):
+class _FunctionTask:
+    """The common part of all tasks that are made of a function."""
+
+    services: Services
+    _functions: FunctionSet
+
+    def declare(
+        self,
+        fn: Callable[..., Any],
+        *,
+        payload: Any,
+        name: str | None,
+        lifespan: Lifespan | None,
+        services: Mapping[str, Any],
+        names: Mapping[str, Any],
+    ) -> None:
+        """Store the options of the decorator; *names* is the scope of the declaration."""
+        task_services = TaskServices(frozenset(services), has_lifespan=lifespan is not None)
+        self._name = name or callable_name(fn)
+        self._functions = FunctionSet(fn, name=self._name, task=task_services, payload=payload, names=names)
+        self._lifespan = lifespan
+        self.__doc__ = fn.__doc__
+        self.__module__ = fn.__module__
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def lifespan(self) -> Any:
+        base: Any = super()
+        return base.lifespan() if self._lifespan is None else self._lifespan()
+
+    def read_payload(self, transaction: Transaction) -> Any:
+        """Return the payload as the declared type; raise TransactionException if it does not fit."""
+        return self._functions.work.reader.read(transaction)
+
+    def _call_work(self, transaction: Transaction) -> Any:
+        return self._functions.work.call(transaction, self.services)
+
+    def _call_success(self, transaction: Transaction, result: Any) -> Any:
+        return self._functions.call_success(transaction, self.services, result)
+
+    def _call_failure(self, transaction: Transaction, exc: TransactionException) -> Any:
+        return self._functions.call_failure(transaction, self.services, exc)
+
+    # Read by the mixins: no middleware surrounds a handler that the task does not have, and no success step calls it.
+
+    @property
+    def _has_default_success(self) -> bool:
+        return self._functions.success is None
+
+    @property
+    def _has_default_produce_success(self) -> bool:
+        return self._functions.success is None
+
+    @property
+    def _has_default_exception(self) -> bool:
+        return self._functions.failure is None
+
+    @property
+    def _has_default_produce_exception(self) -> bool:
+        return self._functions.failure is None
+
+    @property
+    def service_names(self) -> frozenset[str]:
+        """The services that the functions of this task take; other services that it is given are not used."""
+        return self._functions.list_services()
+
+    def _merge_services(self, extra_services: Mapping[str, Any] | None) -> Services:
+        services = Services({**self.services, **(extra_services or {})}, owner=self._name)
+        for name in self._functions.list_missing(services):
+            services[name]  # raises, and lists the available services
+        return services
+
+
+class Consumer(SyncHandlers[P, R], _FunctionTask, Sender, ConsumerMixin, Task):
     """A consumer made of a function, which can still be called as one."""
 
     def process_transaction(self, transaction: Transaction) -> Any:
-        return self._function.call(transaction, self.services)
+        return self._call_work(transaction)
 
     def handle_transaction_success(self, transaction: Transaction, result: Any) -> Any:
         return self._call_success(transaction, result)
@@ -200,24 +181,24 @@ class Consumer(_SyncHandlers[P, R], Sender, ConsumerMixin, Task):
         return self._call_failure(transaction, exc)
 
 
-class AsyncConsumer(_AsyncHandlers[P, Coroutine[Any, Any, R]], Sender, AsyncConsumerMixin, AsyncTask):
+class AsyncConsumer(AsyncHandlers[P, Coroutine[Any, Any, R]], _FunctionTask, Sender, AsyncConsumerMixin, AsyncTask):
     """A consumer made of a coroutine function, which can still be called as one."""
 
     async def process_transaction(self, transaction: Transaction) -> Any:
-        return await self._function.call(transaction, self.services)
+        return await self._call_work(transaction)
 
     async def handle_transaction_success(self, transaction: Transaction, result: Any) -> Any:
-        return await _resolve(self._call_success(transaction, result))
+        return await resolve(self._call_success(transaction, result))
 
     async def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        return await _resolve(self._call_failure(transaction, exc))
+        return await resolve(self._call_failure(transaction, exc))
 
 
-class Producer(_SyncHandlers[P, R], ProducerMixin, Task):
+class Producer(SyncHandlers[P, R], _FunctionTask, ProducerMixin, Task):
     """A producer made of a function; a transaction that it returns is dispatched."""
 
     def produce_transaction(self, transaction: Transaction) -> Any:
-        produced = self._function.call(transaction, self.services)
+        produced = self._call_work(transaction)
         return (
             as_sync(self.connector).dispatch([produced])[0]
             if isinstance(produced, Transaction)
@@ -231,23 +212,23 @@ class Producer(_SyncHandlers[P, R], ProducerMixin, Task):
         return self._call_failure(transaction, exc)
 
 
-class AsyncProducer(_AsyncHandlers[P, Coroutine[Any, Any, R]], AsyncProducerMixin, AsyncTask):
+class AsyncProducer(AsyncHandlers[P, Coroutine[Any, Any, R]], _FunctionTask, AsyncProducerMixin, AsyncTask):
     """A producer made of a coroutine function; a transaction that it returns is dispatched."""
 
     async def produce_transaction(self, transaction: Transaction) -> Any:
-        produced = await self._function.call(transaction, self.services)
+        produced = await self._call_work(transaction)
         if isinstance(produced, Transaction):
             return (await as_async(self.connector).dispatch_async([produced]))[0]
         return _require_produced(produced)
 
     async def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
-        return await _resolve(self._call_success(transaction, result))
+        return await resolve(self._call_success(transaction, result))
 
     async def handle_produce_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        return await _resolve(self._call_failure(transaction, exc))
+        return await resolve(self._call_failure(transaction, exc))
 
 
-async def _resolve(result: Any) -> Any:
+async def resolve(result: Any) -> Any:
     """Await the call of a handler; anything else, such as a settlement, is the result itself."""
     return await result if inspect.isawaitable(result) else result
 
@@ -329,7 +310,7 @@ def consumer(
             task_class,
             fn,
             connector,
-            names=_read_local_names(),
+            names=read_local_names(),
             task_options={"payload": payload, "name": name, "lifespan": lifespan, "services": services or {}},
             init_arguments={
                 "policy": apply_consumer_keywords(policy, keywords, owner=name or callable_name(fn)),
@@ -370,7 +351,7 @@ def producer(
             task_class,
             fn,
             connector,
-            names=_read_local_names(),
+            names=read_local_names(),
             task_options={"payload": payload, "name": name, "lifespan": lifespan, "services": services or {}},
             init_arguments={
                 "policy": apply_producer_keywords(policy, keywords, owner=name or callable_name(fn)),
@@ -399,7 +380,7 @@ def _create_task(
     return task
 
 
-def _read_local_names() -> Mapping[str, Any]:
+def read_local_names() -> Mapping[str, Any]:
     """Return the local names of the code that applies a decorator: annotations may name types that are local there."""
     frame = inspect.currentframe()
     for _ in range(2):  # this function, and the decorator that calls it

@@ -14,8 +14,9 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Annotated, Any, Final, TypeAlias
 
+from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.task.payload import PayloadReader
+from ergon_framework.task.payload import UNDECODABLE, PayloadReader
 from ergon_framework.task.signature import (
     ANY_TYPE,
     MISSING,
@@ -294,6 +295,55 @@ class _Binder:
 
 
 # -- functions --------------------------------------------------------------------------------------
+
+
+class FunctionSet:
+    """A function that does work, with its success and failure handlers."""
+
+    def __init__(
+        self, fn: Callable[..., Any], *, name: str, task: TaskServices, payload: Any, names: Mapping[str, Any]
+    ) -> None:
+        self.name = name
+        self.work = bind_work(fn, task=task, payload=payload, names=names)
+        self.success: HandlerFunction | None = None
+        self.failure: HandlerFunction | None = None
+        self.is_async = is_async(fn)
+        self._task = task
+
+    def set_success(self, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
+        self.success = self._create_handler(fn, HandlerKind.SUCCESS, names)
+
+    def set_failure(self, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
+        self.failure = self._create_handler(fn, HandlerKind.FAILURE, names)
+
+    def _create_handler(self, fn: Callable[..., Any], kind: HandlerKind, names: Mapping[str, Any]) -> HandlerFunction:
+        validate_handler(fn)
+        if is_async(fn) != self.is_async:
+            expected = "async def" if self.is_async else "def"
+            raise ConfigurationError(f"{callable_name(fn)} must be declared with {expected}, as {self.name} is")
+        return bind_handler(fn, kind, work=self.work, task=self._task, names=names)
+
+    def call_success(self, transaction: Transaction, services: Mapping[str, Any], result: Any) -> Any:
+        """Call the success handler, if there is one."""
+        return None if self.success is None else self.success.call(transaction, services, result)
+
+    def call_failure(self, transaction: Transaction, services: Mapping[str, Any], exc: TransactionException) -> Any:
+        """Call the failure handler; dead-letter a transaction whose payload is of no use to that handler."""
+        handler = self.failure
+        if (handler is None or not handler.takes_raw_payload) and not self.work.fits(transaction):
+            return DeadLetter(UNDECODABLE)
+        return None if handler is None else handler.call(transaction, services, exc)
+
+    def list_services(self) -> frozenset[str]:
+        """List the services that the functions take, including those with a default."""
+        return frozenset(name for function in self._list_functions() for name in function.services)
+
+    def list_missing(self, services: Mapping[str, Any]) -> list[str]:
+        """List the required services that are missing from *services*."""
+        return [name for function in self._list_functions() for name in function.list_missing(services)]
+
+    def _list_functions(self) -> list[HandlerFunction]:
+        return [function for function in (self.work, self.success, self.failure) if function is not None]
 
 
 def validate_handler(fn: Any) -> None:

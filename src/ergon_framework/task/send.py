@@ -81,6 +81,8 @@ class Sender:
     """The methods that send to the queue of a consumer; a payload has the type of its function's parameter."""
 
     connector: Connector | AsyncConnector
+    #: The type of the transactions that are sent.
+    _type: str = ""
 
     @overload
     def send(
@@ -101,7 +103,8 @@ class Sender:
         seconds from now, or *at* that time. With *connection*, it is written in the open database transaction of that
         connection, and exists if that commits.
         """
-        return _send(self.connector, [_create(self.connector, payload, options)], options, instead="send_async")[0]
+        transaction = _create(self.connector, payload, options, type=self._type)
+        return _send(self.connector, [transaction], options, instead="send_async")[0]
 
     @overload
     async def send_async(
@@ -117,7 +120,8 @@ class Sender:
     async def send_async(self: TakesNothing, payload: Any = None, **options: Unpack[SendOptions]) -> Confirmation: ...
     async def send_async(self, payload: Any = None, **options: Unpack[SendOptions]) -> Confirmation:
         """Send *payload* as ``send`` does, from async code."""
-        return (await _send_async(self.connector, [_create(self.connector, payload, options)], options))[0]
+        transaction = _create(self.connector, payload, options, type=self._type)
+        return (await _send_async(self.connector, [transaction], options))[0]
 
     @overload
     def send_many(
@@ -159,7 +163,7 @@ class Sender:
         *id* and *key* are functions that return the id and the key of one payload. The other options are those of
         ``send``, and apply to each.
         """
-        transactions = _create_many(self.connector, payloads, options, get_id=id, get_key=key)
+        transactions = _create_many(self.connector, payloads, options, type=self._type, get_id=id, get_key=key)
         return _send(self.connector, transactions, options, instead="send_many_async")
 
     @overload
@@ -198,21 +202,28 @@ class Sender:
         **options: Unpack[CommonOptions],
     ) -> Sequence[Confirmation]:
         """Send *payloads* as ``send_many`` does, from async code."""
-        transactions = _create_many(self.connector, payloads, options, get_id=id, get_key=key)
+        transactions = _create_many(self.connector, payloads, options, type=self._type, get_id=id, get_key=key)
         return await _send_async(self.connector, transactions, options)
 
 
 _OPTION_NAMES = tuple(SendOptions.__annotations__)
 
 
-def _create(connector: Connector | AsyncConnector, payload: Any, options: Mapping[str, Any]) -> Transaction:
+def _create(
+    connector: Connector | AsyncConnector,
+    payload: Any,
+    options: Mapping[str, Any],
+    *,
+    type: str,  # noqa: A002 - the name of the envelope field
+) -> Transaction:
     """Return the transaction that carries *payload*; options that are None keep their defaults."""
     for option in options:
         if option not in _OPTION_NAMES:
             near = get_close_matches(option, _OPTION_NAMES, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the options are: {', '.join(_OPTION_NAMES)}"
             raise ConfigurationError(f"sending has no option {option!r}; {hint}")
-    fields = {option: value for option, value in options.items() if option != "connection" and value is not None}
+    fields: dict[str, Any] = {"type": type} if type else {}
+    fields |= {option: value for option, value in options.items() if option != "connection" and value is not None}
     return connector.transaction(payload, **fields)
 
 
@@ -221,20 +232,23 @@ def _create_many(
     payloads: Iterable[Any],
     options: Mapping[str, Any],
     *,
+    type: str,  # noqa: A002 - the name of the envelope field
     get_id: GetText[Any] | None,
     get_key: GetText[Any] | None,
 ) -> list[Transaction]:
     """Return a transaction for each payload; the effect name of each has its position."""
+    name = options.get("name") or (f"{connector.name}/{type}" if type else connector.name)
     return [
         _create(
             connector,
             payload,
             {
                 **options,
-                "name": f"{options.get('name') or connector.name}#{number}",
+                "name": f"{name}#{number}",
                 "id": None if get_id is None else get_id(payload),
                 "key": None if get_key is None else get_key(payload),
             },
+            type=type,
         )
         for number, payload in enumerate(payloads)
     ]

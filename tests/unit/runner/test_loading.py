@@ -9,7 +9,7 @@ from ergon_framework.runner.loading import load_policy, load_task, load_tasks
 from ergon_framework.worker.policies import ConsumerPolicy
 
 APP = """
-from ergon_framework import ConsumerMixin, MemoryConnector, Task, consumer, producer
+from ergon_framework import ConsumerMixin, MemoryConnector, Task, consumer, producer, router
 
 queue = MemoryConnector("orders")
 
@@ -27,6 +27,11 @@ class Charge(ConsumerMixin, Task):
 
 made = Charge(queue)
 
+events = router(queue)
+
+@events.on("created")
+async def created(order): ...
+
 def plain(order): ...
 """
 
@@ -43,7 +48,7 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["charge", "refund", "made"])
+@pytest.mark.parametrize("name", ["charge", "refund", "made", "events"])
 def test_functions_of_both_variants_and_classes_are_tasks(folder, name):
     assert load_task(f"loadedapp:{name}") is getattr(sys.modules["loadedapp"], name)
 
@@ -59,10 +64,11 @@ def test_functions_of_both_variants_and_classes_are_tasks(folder, name):
         ("needyapp:charge", "'needyapp' cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("brokenapp:charge", "brokenapp.py, line 3)"),
         ("loadedapp:chrage", "has no 'chrage'; did you mean 'charge'?"),
-        ("loadedapp:zzz", "its tasks are: charge, refund, made"),
+        ("loadedapp:zzz", "its tasks are: charge, refund, made, events"),
         ("emptyapp:charge", "it has no task"),
         ("loadedapp:Charge", "a class; create an instance of it: charge = Charge(connector)"),
         ("loadedapp:send", "only produces"),
+        ("loadedapp:created", "a handler of the router 'orders'; name the router"),
         ("loadedapp:plain", "decorate it with @consumer(connector)"),
         ("loadedapp:queue", "of type MemoryConnector"),
     ],
