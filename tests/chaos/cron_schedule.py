@@ -1,4 +1,4 @@
-"""One schedule of the cron chaos: ``ergon run tests.chaos.cron_schedule:tick``; the queue is that of ``CRON_QUEUE``."""
+"""One schedule of the cron chaos for tasks: ``ergon run tests.chaos.cron_schedule:tick``; settings name the queue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 
 from ergon_framework import cron, queue
 
+QUEUE = "ticks"
 
-@cron("* * * * * *", queue("ticks"), name="tick")
-def tick() -> str:
-    return f"process {os.getpid()}"
+
+@cron("* * * * * *", queue(QUEUE))
+def tick() -> int:
+    return os.getpid()

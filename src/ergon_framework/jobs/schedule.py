@@ -158,8 +158,9 @@ class TickSource(Connector):
 
     def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
         """Settle ticks; nothing is stored here, because a tick that was not fired stays due."""
-        if any(isinstance(settlement, Defer) for _, settlement in requests):
-            self._retry_at = time.monotonic() + RETRY_SECONDS
+        for _, settlement in requests:
+            if isinstance(settlement, Defer):
+                self._retry_at = time.monotonic() + settlement.delay
         return [SettleResult.SETTLED for _ in requests]
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:  # noqa: ARG002 - rejected
