@@ -25,7 +25,7 @@ TOTAL := 90
 .PHONY: site reference scan sbom sizes lowest
 .PHONY: exam matrix trials signals bench-middleware bench-postgres chaos-postgres chaos-failover power-postgres poison-postgres
 .PHONY: chaos-brokers chaos-delays power-brokers bench-tasks bench-brokers broker-peers
-.PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
+.PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron chaos-cron-tasks fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts bench-facts-attacks catchup-facts
 .PHONY: attack-facts chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
 
@@ -276,6 +276,9 @@ attack-facts: $(STAMP) ## readers, pairs and uploads without end against the fac
 chaos-cron: $(STAMP) ## two orchestrators, an entry for every second, one of the two killed (SECONDS=600)
 	$(BIN)/python tests/chaos/cron.py --seconds $(or $(SECONDS),600) --kills $(or $(KILLS),1)
 
+chaos-cron-tasks: $(STAMP) ## two processes with a schedule of tasks for every second, one of the two killed (SECONDS=600 QUEUE=redis)
+	$(BIN)/python tests/chaos/cron_tasks.py --seconds $(or $(SECONDS),600) --kills $(or $(KILLS),1) --queue $(or $(QUEUE),redis)
+
 chaos-executors: $(STAMP) ## 10,000 jobs in three languages through kills and stops (SEED=1); about 6 minutes
 	$(BIN)/python tests/chaos/executors.py --seed $(or $(SEED),1)
 
@@ -297,7 +300,7 @@ fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some o
 	$(BIN)/python tests/chaos/providers.py
 
 deep: soak mutants bench memory signals bench-postgres chaos-postgres chaos-failover power-postgres ## all that is too slow for the gate
-deep: trials coverage scan sizes bench-providers fleet-providers chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
+deep: trials coverage scan sizes bench-providers fleet-providers chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron chaos-cron-tasks fuzz-executors bench-executors
 deep: bench-brokers chaos-brokers chaos-delays power-brokers
 deep: demo-chaos
 deep: chaos-facts catchup-facts soak-facts power-facts fuzz-facts fuzz-api bench-facts

@@ -6,6 +6,7 @@ from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.connectors.simple import SimpleConnector
 from ergon_framework.errors import Category, ConfigurationError, ConnectionLostError, ErgonError
 from ergon_framework.gates import Pause
+from ergon_framework.jobs.schedule import Schedule, cron
 from ergon_framework.runner.loading import load_policy
 from ergon_framework.runner.queues import queue
 from ergon_framework.runner.settings import load_settings
@@ -63,6 +64,7 @@ __all__ = [
     "RawPayload",
     "RetryPolicy",
     "Router",
+    "Schedule",
     "SimpleConnector",
     "Task",
     "Transaction",
@@ -70,6 +72,7 @@ __all__ = [
     "TransactionException",
     "act_as",
     "consumer",
+    "cron",
     "current_scope",
     "load_policy",
     "load_settings",

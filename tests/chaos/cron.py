@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework.database.migrate import upgrade
 from ergon_framework.jobs.client import JobClient
-from ergon_framework.jobs.cron import job_key
+from ergon_framework.jobs.cron import tick_id
 from tests.chaos.cron_fleet import TICK
 from tests.integration.running import ERGON
 from tests.servers.postgres import PrivatePostgres
@@ -108,7 +108,7 @@ def _summarize(connection: psycopg.Connection, first: datetime, last: str, *, ki
     jobs = Counter(dict(connection.execute("select unique_key, count(*) from ergon.job group by 1").fetchall()))
     expected, tick = [], first.astimezone(UTC)
     while not expected or expected[-1] < last:
-        expected.append(job_key(TICK.name, tick))
+        expected.append(tick_id(TICK.name, tick))
         tick += timedelta(seconds=1)
     latest_query = """
     select extract(epoch from right(unique_key, 20)::timestamptz - %s)::integer,

@@ -17,7 +17,7 @@ from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, MissingExtraError
 from ergon_framework.jobs import cron_store
 from ergon_framework.jobs.client import AsyncJobClient, JobClient
-from ergon_framework.jobs.cron import Cron, CronNotFound, Misfire, job_key
+from ergon_framework.jobs.cron import Cron, CronNotFound, Misfire, tick_id
 from ergon_framework.jobs.metrics import job_metrics
 from ergon_framework.jobs.model import JobConflict, JobState
 from ergon_framework.jobs.orchestrator import CronScheduler
@@ -143,7 +143,7 @@ def test_a_due_entry_becomes_a_job_with_its_scheduled_time_as_its_id(client, dsn
     scheduled_at = make_overdue(dsn, "yearly", "30 seconds")
     [fired] = fire_due(pool)
     assert (fired.name, fired.submitted, fired.repeated, fired.missed_since) == ("yearly", 1, 0, None)
-    job = client.show(job_key("yearly", scheduled_at))
+    job = client.show(tick_id("yearly", scheduled_at))
     assert job.id == job.unique_key == f"cron:yearly:{scheduled_at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
     assert (job.kind, job.function_name, job.priority, job.max_attempts) == ("rust", "report", 3, 2)
     assert (job.timeout, job.tenant, job.state) == (9.0, "acme", JobState.PENDING)
@@ -166,7 +166,7 @@ def test_after_an_outage_the_misfire_policy_decides_which_times_are_caught_up(cl
     [entry] = client.schedules()
     missed_count = (entry.next_at - first) // timedelta(minutes=1)
     assert missed_count in {11, 12}  # a minute may have begun meanwhile
-    expected_keys = [job_key("minutely", first + timedelta(minutes=n)) for n in range(missed_count)]
+    expected_keys = [tick_id("minutely", first + timedelta(minutes=n)) for n in range(missed_count)]
     expected_keys = {"skip": [], "once": expected_keys[-1:], "all": expected_keys}[misfire]
     assert (fired.submitted, fired.missed_since) == (len(expected_keys), first)
     assert list_job_keys(dsn) == expected_keys
@@ -189,13 +189,13 @@ def test_misfire_all_is_bounded_and_split_into_several_database_transactions(cli
 def test_a_time_whose_key_exists_with_another_payload_counts_as_fired(client, dsn, pool):
     client.schedule(Cron("minutely", "* * * * *", "report", ["new"], grace=600.0))
     scheduled_at = make_overdue(dsn, "minutely", "1 minute")
-    client.submit("report", "old", unique_key=job_key("minutely", scheduled_at))
+    client.submit("report", "old", unique_key=tick_id("minutely", scheduled_at))
     with pytest.raises(JobConflict):
-        client.submit("report", "other", unique_key=job_key("minutely", scheduled_at))
+        client.submit("report", "other", unique_key=tick_id("minutely", scheduled_at))
     [fired] = fire_due(pool)
     assert (fired.submitted in {1, 2}, fired.repeated) == (True, 1)
     assert list_job_keys(dsn) == [
-        job_key("minutely", scheduled_at + timedelta(minutes=n)) for n in range(fired.submitted + 1)
+        tick_id("minutely", scheduled_at + timedelta(minutes=n)) for n in range(fired.submitted + 1)
     ]
     assert client.schedules()[0].next_at > datetime.now(UTC)
 
@@ -245,7 +245,7 @@ def test_a_process_killed_before_it_commits_the_next_time_has_submitted_nothing(
     assert client.schedules()[0].next_at == scheduled_at
     [fired] = fire_due(pool)
     assert fired.submitted in {1, 2, 3}
-    assert list_job_keys(dsn)[0] == job_key("minutely", scheduled_at)
+    assert list_job_keys(dsn)[0] == tick_id("minutely", scheduled_at)
     assert len(list_job_keys(dsn)) == fired.submitted
 
 
@@ -279,7 +279,7 @@ def test_a_process_killed_after_a_submission_duplicates_no_job(client, dsn, pool
         child.communicate()
     fired = asyncio.run(wait_until(lambda: fire_due(pool)))
     assert [each.submitted for each in fired] == [1]
-    assert list_job_keys(dsn) == [job_key("yearly", scheduled_at)]
+    assert list_job_keys(dsn) == [tick_id("yearly", scheduled_at)]
 
 
 @pytest.mark.spec("EXE-27")
@@ -314,7 +314,7 @@ def test_a_process_suspended_while_it_fires_locks_the_entry_for_seconds_only(cli
         resumed.set()
         thread.join()
     assert len(errors) == 1
-    assert list_job_keys(dsn) == [job_key("yearly", scheduled_at)]
+    assert list_job_keys(dsn) == [tick_id("yearly", scheduled_at)]
 
 
 @pytest.mark.spec("EXE-27")
@@ -344,11 +344,11 @@ def test_racing_schedulers_fire_each_time_of_each_entry_once(dsn):
         thread.start()
     for thread in threads:
         thread.join()
-    expected_keys = {job_key(entry.name, first + timedelta(minutes=n)) for entry in entries for n in range(21)}
+    expected_keys = {tick_id(entry.name, first + timedelta(minutes=n)) for entry in entries for n in range(21)}
     submitted_keys = [key for (key,) in run_sql(dsn, "select name from effect")]
     assert len(submitted_keys) == len(set(submitted_keys)) == len(list_job_keys(dsn))
     # A minute may have started before all entries were overdue, or since.
-    assert expected_keys - {job_key(entry.name, first) for entry in entries} <= set(submitted_keys)
+    assert expected_keys - {tick_id(entry.name, first) for entry in entries} <= set(submitted_keys)
     assert len(submitted_keys) <= len(expected_keys) + len(entries)
 
 
@@ -405,7 +405,7 @@ def test_firing_resumes_after_a_database_outage(new_postgres):
 
     run_with_scheduler(dsn, test)
     fired_keys = list_job_keys(dsn)
-    assert fired_keys == [job_key("tick", first + timedelta(seconds=n)) for n in range(len(fired_keys))]
+    assert fired_keys == [tick_id("tick", first + timedelta(seconds=n)) for n in range(len(fired_keys))]
 
 
 # -- orchestrators ----------------------------------------------------------------------------------

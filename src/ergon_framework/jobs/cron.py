@@ -1,7 +1,8 @@
-"""Cron entries: jobs that are submitted at scheduled times, as they are declared and as they are stored.
+"""Cron entries: what is submitted or sent at scheduled times, as it is declared and as it is stored.
 
 A schedule is a cron expression in a time zone; it has no clock of its own. To fire an entry is to submit the job of one
-of its scheduled times, which the code also calls ticks. A tick that was not fired within the grace is a misfire.
+of its scheduled times, which the code also calls ticks; or, for an entry of a queue, to send a transaction. A tick that
+was not fired within the grace is a misfire.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class CronSchedule:
             if tick > moment:
                 return tick
         return None
+
+    def to_local(self, tick: datetime) -> datetime:
+        """Return the scheduled time *tick* in the zone of the schedule."""
+        return tick.astimezone(_load_zone(self.zone))
 
     def between(self, since: datetime, until: datetime, *, limit: int) -> list[datetime]:
         """Return the last *limit* scheduled times from *since* to *until*, both included, oldest first.
@@ -105,6 +110,8 @@ def _load_zone(name: str) -> tzinfo:
 #: Default seconds after which a scheduled time that has passed is a misfire.
 DEFAULT_GRACE_SECONDS: Final = 60.0
 _MAX_NAME_CHARS: Final = 200
+#: The kind of the entries that send to a queue; no executor can have it. Orchestrators do not fire them.
+QUEUE_KIND: Final = f"{EXECUTOR_SEPARATOR}queue"
 _MAX_GRACE_SECONDS: Final = 10 * 365 * 86_400.0
 
 
@@ -124,6 +131,33 @@ class CronNotFound(ErgonError):
 
     final = True
     code = "cron_not_found"
+
+
+@dataclass(frozen=True, slots=True)
+class CronTiming:
+    """The name and the scheduled times of an entry, and what happens to times that passed."""
+
+    name: str
+    expression: str
+    zone: str = "UTC"
+    misfire: Misfire | str = Misfire.ONCE
+    grace: float = DEFAULT_GRACE_SECONDS
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= _MAX_NAME_CHARS or not self.name.isprintable():
+            raise ConfigurationError(
+                f"the name of a cron entry has 1 to {_MAX_NAME_CHARS} printable characters, not {self.name[:50]!r}"
+            )
+        if self.misfire not in set(Misfire):
+            raise ConfigurationError(f"a misfire policy is {', '.join(Misfire)}, not {self.misfire!r}")
+        if not 0 <= self.grace <= _MAX_GRACE_SECONDS:
+            raise ConfigurationError(f"a grace is 0 to {_MAX_GRACE_SECONDS:g} seconds, not {self.grace!r}")
+        _ = self.schedule
+
+    @property
+    def schedule(self) -> CronSchedule:
+        """The schedule of the entry."""
+        return CronSchedule(self.expression, self.zone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +183,17 @@ class Cron:
     retention: float = DEFAULT_RETENTION_SECONDS
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.name) <= _MAX_NAME_CHARS or not self.name.isprintable():
-            raise ConfigurationError(
-                f"the name of a cron entry has 1 to {_MAX_NAME_CHARS} printable characters, not {self.name[:50]!r}"
-            )
-        if self.misfire not in set(Misfire):
-            raise ConfigurationError(f"a misfire policy is {', '.join(Misfire)}, not {self.misfire!r}")
-        if not 0 <= self.grace <= _MAX_GRACE_SECONDS:
-            raise ConfigurationError(f"a grace is 0 to {_MAX_GRACE_SECONDS:g} seconds, not {self.grace!r}")
-        # Schedule and request are validated here, where they are declared, and not later in an orchestrator.
-        _ = self.schedule, self.to_request()
+        # Timing and request are validated here, where they are declared, and not later in an orchestrator.
+        _ = self.timing, self.to_request()
 
     @property
-    def schedule(self) -> CronSchedule:
-        """The schedule of the entry."""
-        return CronSchedule(self.expression, self.zone)
+    def timing(self) -> CronTiming:
+        """The name and the scheduled times of the entry."""
+        return CronTiming(self.name, self.expression, zone=self.zone, misfire=self.misfire, grace=self.grace)
 
     def to_request(self, scheduled_at: datetime | None = None) -> JobRequest:
         """Return the job request of the time *scheduled_at*; repeated calls for one time mean the same job."""
-        key = None if scheduled_at is None else job_key(self.name, scheduled_at)
+        key = None if scheduled_at is None else tick_id(self.name, scheduled_at)
         return JobRequest(
             function=self.function,
             args=self.args,
@@ -182,8 +208,11 @@ class Cron:
         )
 
 
-def job_key(name: str, scheduled_at: datetime) -> str:
-    """Return the id, which is also the unique key, of an entry's job for the time *scheduled_at*."""
+def tick_id(name: str, scheduled_at: datetime) -> str:
+    """Return the id of an entry's job or transaction for the time *scheduled_at*; a job has it as its unique key too.
+
+    The id depends on nothing else: all processes derive the same one.
+    """
     return f"cron:{name}:{scheduled_at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
@@ -199,9 +228,7 @@ def cron_columns(cron: Cron, *, default: str | None, executors: Collection[str] 
         raise ConfigurationError(f"the cron entry {cron.name!r} is for {kind!r}; known executors: {known}")
     job = job_parameters(cron.to_request(), default=default, executors=None)
     row: dict[str, Any] = {
-        "name": cron.name,
-        "expression": cron.expression,
-        "zone": cron.zone,
+        **_timing_columns(cron.timing),
         "kind": job["queue"].removeprefix(QUEUE_PREFIX),
         "function": job["function"],
         "arguments": json.dumps([list(cron.args), dict(cron.kwargs)], allow_nan=False),
@@ -210,9 +237,40 @@ def cron_columns(cron: Cron, *, default: str | None, executors: Collection[str] 
         "timeout": cron.timeout,
         "tenant": cron.tenant,
         "retention": cron.retention,
-        "misfire": Misfire(cron.misfire).value,
-        "grace": cron.grace,
     }
+    return _with_digest(row)
+
+
+def queue_columns(timing: CronTiming, *, queue: str, tenant: str | None) -> dict[str, Any]:
+    """Return the table row of an entry that sends to *queue* at the times of *timing*, with its digest.
+
+    The row has no payload: the process that fires the entry creates it.
+    """
+    row: dict[str, Any] = {
+        **_timing_columns(timing),
+        "kind": QUEUE_KIND,
+        "function": queue,
+        "arguments": "[[], {}]",
+        "priority": 0,
+        "max_attempts": None,
+        "timeout": None,
+        "tenant": tenant,
+        "retention": 0.0,
+    }
+    return _with_digest(row)
+
+
+def _timing_columns(timing: CronTiming) -> dict[str, Any]:
+    return {
+        "name": timing.name,
+        "expression": timing.expression,
+        "zone": timing.zone,
+        "misfire": Misfire(timing.misfire).value,
+        "grace": timing.grace,
+    }
+
+
+def _with_digest(row: dict[str, Any]) -> dict[str, Any]:
     content = json.dumps(row, sort_keys=True).encode()
     return row | {"digest": hashlib.sha256(content).digest()}
 

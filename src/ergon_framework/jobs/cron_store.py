@@ -8,21 +8,26 @@ rows; a thread or an event loop runs it.
 Firing is one database transaction for each entry: it locks the row, submits jobs and moves ``next_at``. If a process
 is killed before the commit, nothing has changed; of two processes that race, one finds the row locked. The clock is the
 database's.
+
+An entry of a queue is fired in the same way, one tick in each database transaction. Its caller sends the tick before
+the commit: as a statement of that transaction, if the queue is in the same database, or to another broker, where a
+crash before the commit leads to a second transaction with the same id.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ergon_framework.audit import create_entry
 from ergon_framework.connectors.postgres import audit
 from ergon_framework.database.operation import BEGIN, COMMIT, ROLLBACK, Operation, Query
+from ergon_framework.errors import ConfigurationError
 from ergon_framework.executors.decision import EXECUTOR_SEPARATOR
-from ergon_framework.jobs.cron import Cron, CronEntry, CronNotFound, CronSchedule, Misfire
+from ergon_framework.jobs.cron import QUEUE_KIND, Cron, CronEntry, CronNotFound, CronSchedule, CronTiming, Misfire
 from ergon_framework.jobs.model import JobConflict, Submitted, job_parameters
 from ergon_framework.jobs.store import submit
 
@@ -53,10 +58,12 @@ on conflict (name) do update set
     end
 where c.digest <> excluded.digest
 """
+SELECT_KIND: Final = "select kind from ergon.cron where name = %(name)s"
 
 #: Seconds until the next entry is due; negative if it is overdue.
 SELECT_SECONDS_UNTIL_DUE: Final = """
-select extract(epoch from min(next_at) - clock_timestamp())::float8 from ergon.cron where enabled
+select extract(epoch from min(next_at) - clock_timestamp())::float8 from ergon.cron
+where enabled and kind <> %(queue_kind)s
 """
 
 #: A process that stalls in its transaction must not keep the row from others for longer than this.
@@ -68,7 +75,7 @@ _DECLARED_COLUMNS: Final = """
 """
 LOCK_DUE_ENTRY: Final = f"""
 select now(), next_at, {_DECLARED_COLUMNS} from ergon.cron
-where enabled and next_at <= now() and name <> all(%(but)s::text[])
+where enabled and next_at <= now() and name <> all(%(but)s::text[]) and kind <> %(queue_kind)s
 order by next_at limit 1 for update skip locked
 """
 READ_ENTRY: Final = f"select {_DECLARED_COLUMNS} from ergon.cron where name = %(name)s"
@@ -100,6 +107,13 @@ def declare(crons: Sequence[dict[str, Any]]) -> Operation[None]:
     ((now,),) = yield Query(SELECT_NOW)
     # One order in all processes, although each entry is its own statement: many processes start together.
     for row in sorted(crons, key=lambda each: str(each["name"])):
+        kinds = yield Query(SELECT_KIND, {"name": row["name"]})
+        if kinds and (kinds[0][0] == QUEUE_KIND) != (row["kind"] == QUEUE_KIND):
+            other = "sends to a queue" if kinds[0][0] == QUEUE_KIND else "submits a job"
+            raise ConfigurationError(
+                f"the cron entry {row['name']!r} exists already and {other}; choose another name, or remove it with "
+                "JobClient.unschedule"
+            )
         next_at = CronSchedule(row["expression"], row["zone"]).after(now)
         yield Query(DECLARE_ENTRY, {**row, "next_at": next_at})
 
@@ -151,6 +165,10 @@ def run_now(name: str) -> Operation[Submitted]:
     rows = yield Query(READ_ENTRY, {"name": name})
     if not rows:
         raise _not_found_error(name)
+    if rows[0][3] == QUEUE_KIND:
+        raise ConfigurationError(
+            f"the cron entry {name!r} sends to a queue, and its payload is made by its function; send it with the task"
+        )
     return (yield from submit(job_parameters(_row_to_cron(*rows[0]).to_request(), default=None, executors=None)))
 
 
@@ -165,7 +183,7 @@ def _lock_entry(name: str) -> Operation[tuple[datetime, CronSchedule]]:
 
 def seconds_until_due() -> Operation[float | None]:
     """Return the seconds until the next entry is due, 0 or less if one is; None if there is none."""
-    ((seconds,),) = yield Query(SELECT_SECONDS_UNTIL_DUE)
+    ((seconds,),) = yield Query(SELECT_SECONDS_UNTIL_DUE, {"queue_kind": QUEUE_KIND})
     return None if seconds is None else float(seconds)
 
 
@@ -176,14 +194,14 @@ def fire_next(tried: set[str]) -> Operation[FiredEntry | None]:
     """
     yield BEGIN
     yield Query(LIMIT_IDLE_TIME)
-    rows = yield Query(LOCK_DUE_ENTRY, {"but": sorted(tried)})
+    rows = yield Query(LOCK_DUE_ENTRY, {"but": sorted(tried), "queue_kind": QUEUE_KIND})
     if not rows:
         yield ROLLBACK
         return None
     now, next_at, *columns = rows[0]
     tried.add(columns[0])
     cron = _row_to_cron(*columns)
-    plan = plan_ticks(cron, next_at=next_at, now=now)
+    plan = plan_ticks(cron.timing, next_at=next_at, now=now)
     submitted = repeated = 0
     for tick in plan.ticks:
         is_created = yield from _submit_tick(cron, tick)
@@ -205,16 +223,16 @@ class TickPlan:
     missed: bool
 
 
-def plan_ticks(cron: Cron, *, next_at: datetime, now: datetime) -> TickPlan:
+def plan_ticks(timing: CronTiming, *, next_at: datetime, now: datetime) -> TickPlan:
     """Plan, at *now*, an entry that was due at *next_at*; beyond the grace, its misfire policy decides.
 
     Within the grace, each of the scheduled times that have passed is fired.
     """
-    schedule = cron.schedule
-    missed = now - next_at > timedelta(seconds=cron.grace)
-    if missed and cron.misfire == Misfire.SKIP:
+    schedule = timing.schedule
+    missed = now - next_at > timedelta(seconds=timing.grace)
+    if missed and timing.misfire == Misfire.SKIP:
         return TickPlan([], schedule.after(now), missed)
-    limit = 1 if missed and cron.misfire == Misfire.ONCE else MAX_CATCH_UP_JOBS
+    limit = 1 if missed and timing.misfire == Misfire.ONCE else MAX_CATCH_UP_JOBS
     # The limit selects the last ticks. Of these, the oldest are fired now, and the rest in the next transactions.
     ticks = schedule.between(next_at, now, limit=limit)[:MAX_TRANSACTION_JOBS]
     return TickPlan(ticks, schedule.after(ticks[-1]), missed)
@@ -228,6 +246,63 @@ def _submit_tick(cron: Cron, tick: datetime) -> Operation[bool]:
         # A job for this tick exists with another function or other arguments: the entry was changed after it was fired.
         return False
     return submission.created
+
+
+# -- entries of queues ------------------------------------------------------------------------------
+
+#: Seconds for which the function of an entry may run while its row is locked; then another process may fire the tick.
+MAX_SEND_SECONDS: Final = 30.0
+LIMIT_SEND_TIME: Final = "select set_config('idle_in_transaction_session_timeout', %(milliseconds)s, true)"
+
+#: The first tick that was not fired, and the seconds until then.
+SELECT_NEXT_TICK: Final = """
+select next_at, extract(epoch from next_at - clock_timestamp())::float8 from ergon.cron
+where name = %(name)s and kind = %(queue_kind)s and enabled and next_at is not null
+"""
+LOCK_QUEUE_ENTRY: Final = """
+select now(), next_at, name, expression, zone, misfire, grace from ergon.cron
+where name = %(name)s and kind = %(queue_kind)s and enabled and next_at <= now() for update skip locked
+"""
+
+#: Sends the transaction of one tick; or returns the statement that does, if its queue is in the same database.
+SendTick: TypeAlias = Callable[[datetime], Query | None]
+
+
+def find_next_tick(name: str) -> Operation[tuple[datetime, float] | None]:
+    """Return the next tick of an entry of a queue and the seconds until then; None if it is paused, or has no more."""
+    rows = yield Query(SELECT_NEXT_TICK, {"name": name, "queue_kind": QUEUE_KIND})
+    return None if not rows else (rows[0][0], float(rows[0][1]))
+
+
+def is_locked(name: str) -> Operation[bool]:
+    """Return whether another process fires the due entry at present."""
+    rows = yield Query(LOCK_QUEUE_ENTRY, {"name": name, "queue_kind": QUEUE_KIND})
+    return not rows
+
+
+def fire_tick(name: str, due_at: datetime, send: SendTick) -> Operation[FiredEntry | None]:
+    """Fire one tick of the entry of a queue that was due at *due_at*; None if another process has fired it, or does.
+
+    The row is locked first. Then the tick is sent, and the next time is written in the same database transaction.
+    """
+    yield BEGIN
+    yield Query(LIMIT_SEND_TIME, {"milliseconds": str(int(MAX_SEND_SECONDS * 1000))})
+    rows = yield Query(LOCK_QUEUE_ENTRY, {"name": name, "queue_kind": QUEUE_KIND})
+    if not rows or rows[0][1] != due_at:
+        yield ROLLBACK
+        return None
+    now, next_at, *columns = rows[0]
+    timing = CronTiming(*columns)
+    plan = plan_ticks(timing, next_at=next_at, now=now)
+    tick = plan.ticks[0] if plan.ticks else None
+    if tick is not None:
+        statement = send(tick)
+        if statement is not None:
+            yield statement
+    following = plan.next_at if tick is None else timing.schedule.after(tick)
+    yield Query(MOVE_NEXT_AT, {"name": name, "next_at": following, "last_at": tick})
+    yield COMMIT
+    return FiredEntry(name, submitted=int(tick is not None), missed_since=next_at if plan.missed else None)
 
 
 def _row_to_cron(  # noqa: PLR0917 - the columns of a row

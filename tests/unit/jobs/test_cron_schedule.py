@@ -140,7 +140,7 @@ NEXT = parse_utc("2026-01-01T12:00")
 
 def plan_late(late, *, expression="* * * * *", **options):
     cron = Cron("report", expression, "echo", **options)
-    return plan_ticks(cron, next_at=NEXT, now=NEXT + timedelta(seconds=late))
+    return plan_ticks(cron.timing, next_at=NEXT, now=NEXT + timedelta(seconds=late))
 
 
 @pytest.mark.spec("EXE-27")
@@ -181,7 +181,7 @@ def test_all_is_every_time_in_batches_and_at_most_the_last_thousand():
     now, next_at, fired = NEXT + timedelta(days=30), NEXT, []
     cron = Cron("report", "* * * * *", "echo", misfire="all")
     while next_at <= now:
-        result = plan_ticks(cron, next_at=next_at, now=now)
+        result = plan_ticks(cron.timing, next_at=next_at, now=now)
         assert len(result.ticks) <= MAX_TRANSACTION_JOBS
         fired += result.ticks
         next_at = result.next_at
