@@ -21,7 +21,7 @@ settings.load_profile("gate")
 
 @pytest.fixture(autouse=True)
 def fresh_label_limits():
-    """Forget the label values of earlier tests: a process limits their number, and its tests have more than a program."""
+    """Forget the label values of earlier tests: together they have more than the limit of a process."""
     metrics = sys.modules.get("ergon_framework.telemetry.metrics")
     for registry in list(metrics._registries.values()) if metrics is not None else ():
         registry._label_limiter._seen_values.clear()
