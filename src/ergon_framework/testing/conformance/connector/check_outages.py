@@ -151,9 +151,16 @@ async def _check_settling(fault: str, context: CheckContext) -> None:
     await client.dispatch(*context.transactions(TRANSACTION_COUNT))
     claimed = await client.claim(TRANSACTION_COUNT)
     settled, unknown = await _settle_during_outage(fault, context, client, claimed, Ack())
+    if _may_redeliver_settled(fault, client):
+        settled, unknown = set(), unknown | settled
     await _expect_unsettled_return(
         context, client, {each.transaction.id for each in claimed}, settled=settled, unknown=unknown
     )
+
+
+def _may_redeliver_settled(fault: str, client: Client) -> bool:
+    """Return whether the capability table allows a killed server to redeliver what it had settled just before."""
+    return fault == "kill" and not client.capabilities.confirms_settlements
 
 
 async def _check_dead_lettering(fault: str, context: CheckContext) -> None:
@@ -164,7 +171,8 @@ async def _check_dead_lettering(fault: str, context: CheckContext) -> None:
     dead_ids = {record.id for record in await context.retry_until_connected(client.list_dead)}
     expect(settled <= dead_ids, f"{sorted(settled - dead_ids)} were reported as settled, but are not dead letters")
     ids = {each.transaction.id for each in claimed}
-    await context.drain(client, ids - dead_ids, optional=ids - settled)
+    may_return = ids if _may_redeliver_settled(fault, client) else ids - settled
+    await context.drain(client, ids - dead_ids, optional=may_return)
 
 
 async def _expect_unsettled_return(
