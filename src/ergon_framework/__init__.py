@@ -1,12 +1,14 @@
 """Ergon: business transactions between systems, without lost or doubled work."""
 
+from typing import TYPE_CHECKING
+
+from ergon_framework._util.exports import lazy_exports
 from ergon_framework.audit import act_as
 from ergon_framework.connectors.base import Ack, AsyncConnector, Capabilities, Connector, DeadLetter, Defer, Delivery
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.connectors.simple import SimpleConnector
 from ergon_framework.errors import Category, ConfigurationError, ConnectionLostError, ErgonError
 from ergon_framework.gates import Pause
-from ergon_framework.jobs.schedule import Schedule, cron
 from ergon_framework.runner.loading import load_policy
 from ergon_framework.runner.queues import queue
 from ergon_framework.runner.settings import load_settings
@@ -28,6 +30,12 @@ from ergon_framework.worker.exceptions import (
     TransactionException,
 )
 from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy, RetryPolicy
+
+if TYPE_CHECKING:
+    from ergon_framework.jobs.schedule import Schedule, cron
+else:
+    # Schedules use the store of jobs, which most programs do not need.
+    __getattr__ = lazy_exports(__name__, {"jobs.schedule": ("Schedule", "cron")})
 
 __all__ = [
     "Ack",
